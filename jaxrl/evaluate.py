@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxrl.config.environments import split_environment_key
 from jaxrl.logs.eval_summary import (
     CONTROL_SUITES,
     EvalSummary,
@@ -47,7 +48,7 @@ def build_record(
     *,
     weights_step: int | None = None,
     fingerprint: str = "",
-    has_results: bool = False,
+    tool_environments: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the JSON record of an evaluation: summaries and the answers to each question.
 
@@ -59,7 +60,7 @@ def build_record(
         summaries: Means and confidence intervals, by suite name.
         weights_step: Step that produced the weights; `step` by default.
         fingerprint: Hash of all other inputs of the evaluation, compared by `read_metrics`.
-        has_results: True to attribute each answer to tool results.
+        tool_environments: Environments whose answers are attributed to tool results.
     """
     return {
         "step": step,
@@ -79,7 +80,11 @@ def build_record(
         "questions": {
             suite: [
                 build_question_record(t, first_error([t]))
-                | (compute_attribution(t) if has_results and t.is_scored else {})
+                | (
+                    compute_attribution(t)
+                    if t.is_scored and t.task.environment in tool_environments
+                    else {}
+                )
                 for t in flatten_groups(questions)
             ]
             for suite, questions in suites.items()
@@ -174,11 +179,14 @@ def compute_fingerprint(run_state: RunState) -> str:
     """Hash the inputs of an evaluation except the weights: settings, tasks, corpus, user code."""
     settings = run_state.settings.evaluation.depends_on
     prefixes = ["model.path/", "search.local.corpus", "search.dense.", "search.mock."]
-    prefixes.append("tasks.train.source" if "tasks" in settings else "tasks.eval.source")
+    environments = settings.get("environments", {"": settings}).values()
+    holds_out = any("tasks" in environment for environment in environments)
+    prefixes += ["tasks.eval.source", *(["tasks.train.source"] if holds_out else [])]
     content = {
         name: value
         for name, value in run_state.origin["contents"].items()
-        if name.startswith(tuple(prefixes)) or name.endswith(USER_CODE_SUFFIX)
+        if split_environment_key(name)[1].startswith(tuple(prefixes))
+        or name.endswith(USER_CODE_SUFFIX)
     }
     return hashlib.sha256(json.dumps([settings, content], sort_keys=True).encode()).hexdigest()
 
@@ -216,7 +224,7 @@ def run_suites(
         suite: summarize(
             groups,
             has_python=settings.has_python,
-            has_results=settings.has_results,
+            tool_environments=settings.tool_environments,
             ks=settings.ks,
             num_resamples=settings.resamples,
             seed=run_state.settings.seed,
@@ -236,7 +244,7 @@ def run_suites(
         summaries,
         weights_step=effective_weights_step,
         fingerprint=compute_fingerprint(run_state),
-        has_results=settings.has_results,
+        tool_environments=settings.tool_environments,
     )
     record["ledger"] = ledger.to_json()
     text = format_tables(step, stage, summaries, weights_step=effective_weights_step)
@@ -274,7 +282,11 @@ def roll_out_suite(run_state: RunState, suite: str) -> list[Group]:
     is_greedy = suite == "greedy"
     rollout = components.rollout if suite in ("sampled", "greedy") else components.controls[suite]
     groups = rollout(
-        [Draw(task=task, stream_index=i) for i, task in enumerate(components.eval_tasks)],
+        [
+            Draw(task=task, stream_index=i)
+            for i, task in enumerate(components.eval_tasks)
+            if task.environment in components.control_environments.get(suite, (task.environment,))
+        ],
         SamplingConfig(
             group_size=1 if is_greedy else settings.samples,
             temperature=0.0 if is_greedy else settings.temperature,

@@ -12,7 +12,12 @@ import numpy as np
 
 from jaxrl.data.stream import Stream
 from jaxrl.envs.base import Task
-from jaxrl.logs.metrics import compute_rollout_metrics, count_unscored_suites, to_json_number
+from jaxrl.logs.metrics import (
+    compute_environment_metrics,
+    compute_rollout_metrics,
+    count_unscored_suites,
+    to_json_number,
+)
 from jaxrl.logs.steps import (
     DISPLAYED_METRICS,
     StepTimer,
@@ -554,6 +559,12 @@ class Learner:
         progress.record = {
             **compute_rollout_metrics(
                 trajectories,
+                run_state.settings.max_response_tokens,
+                has_python=run_state.settings.evaluation.has_python,
+            ),
+            **compute_environment_metrics(
+                trajectories,
+                collected.sampled_stats if collected else (),
                 run_state.settings.max_response_tokens,
                 has_python=run_state.settings.evaluation.has_python,
             ),

@@ -318,6 +318,7 @@ class GroupStats:
     mean_entropy: float  # nats per token, averaged over trajectories; NaN if there are none
     error: str = ""  # first environment error
     num_failed: int = 0  # trajectories that ended in an environment error
+    environment: str = ""  # environment of the task; see `Task`
 
     @classmethod
     def compute(cls, group: Group) -> GroupStats:
@@ -330,6 +331,7 @@ class GroupStats:
             mean_entropy=float(np.mean(entropies)) if entropies else math.nan,
             error=next((t.error for t in group.trajectories if not t.is_scored), ""),
             num_failed=len(group.trajectories) - len(group.scored_trajectories),
+            environment=group.trajectories[0].task.environment,
         )
 
     @property

@@ -381,7 +381,7 @@ def attributed():
 
 
 def test_attribution_of_answers_by_hand():
-    got = summary(attributed(), has_results=True)
+    got = summary(attributed(), tool_environments=[""])
     names = ("answer_in_results", "retrieved_but_ignored", "right_without_evidence")
     assert [got.means["all"][name] for name in names] == [2 / 4, 1 / 4, 1 / 4]
     assert [got.means["nq"][name] for name in names] == [1 / 2, 0, 1 / 2]
@@ -389,7 +389,7 @@ def test_attribution_of_answers_by_hand():
     assert got.means["all"]["redundant_searches"] == 2 / 4  # repeated; nothing new found
     assert got.means["hotpot"]["redundant_searches"] == 1.0
     record = build_record(
-        1, "train", {}, {"sampled": questions(attributed())}, {}, has_results=True
+        1, "train", {}, {"sampled": questions(attributed())}, {}, tool_environments=[""]
     )
     used, ignored, _, _, failed = record["questions"]["sampled"]
     assert (used["answer_in_results"], used["retrieved_but_ignored"]) == (True, False)
@@ -405,12 +405,12 @@ def test_attribution_of_answers_by_hand():
 
 def test_attribution_without_exact_match_does_not_say_what_is_right():
     played = [searching(0, {"own": 1.0}, search_turn("who built it", KERR))]
-    got = summary(played, has_results=True)
+    got = summary(played, tool_environments=[""])
     means = got.means["all"]
     assert (means["answer_in_results"], means["redundant_searches"]) == (1.0, 0.0)
     for name in ("retrieved_but_ignored", "right_without_evidence"):
         assert math.isnan(means[name])
-    record = build_record(1, "train", {}, {"greedy": questions(played)}, {}, has_results=True)
+    record = build_record(1, "train", {}, {"greedy": questions(played)}, {}, tool_environments=[""])
     [question] = record["questions"]["greedy"]
     assert question["answer_in_results"] is True
     assert "retrieved_but_ignored" not in question

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,13 @@ from jax.sharding import Mesh
 
 from jaxrl.builders import capacity
 from jaxrl.builders.environment import (
-    build_environment,
-    build_random_search,
+    build_environments,
+    build_random_searches,
     build_rewards,
-    build_search,
+    build_searches,
     build_tools,
     check_documents,
+    check_prices,
 )
 from jaxrl.builders.method import (
     build_from_section,
@@ -36,6 +38,7 @@ from jaxrl.builders.method import (
 )
 from jaxrl.builders.probe import probe_method, probe_rewards, probe_schedule, probe_tools
 from jaxrl.builders.resolved import NO_ENGINE, ResolvedConfig
+from jaxrl.config.environments import name_environment
 from jaxrl.config.keys import import_optional
 from jaxrl.config.schema import KEYS, LOCAL_MODEL
 from jaxrl.data.stream import Mixture, Source, Stream
@@ -43,7 +46,9 @@ from jaxrl.data.tasks import Tasks, check_data_sources, describe_overlap, open_t
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import Env, Task
 from jaxrl.envs.images import UnreadableImageError
+from jaxrl.envs.rewards.combiner import EnvironmentRewards
 from jaxrl.envs.search.base import EmptySearch
+from jaxrl.logs.eval_summary import TOTAL_REWARD
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.attention.choice import select_kernels
 from jaxrl.models.hf_weights import load_hf, open_hf, save_hf
@@ -55,14 +60,14 @@ from jaxrl.runtime.compilation import clear_cache_if_edited
 from jaxrl.runtime.sharding import check_even_split, local_mesh, make_mesh
 from jaxrl.sampling.contexts import ContextRule
 from jaxrl.sampling.decode import should_scan_layers
-from jaxrl.sampling.demonstrations import Demonstration, read_demonstrations
+from jaxrl.sampling.demonstrations import read_demonstrations
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.episodes import BaseRollout, ReplySchedule, TokenLimits
 from jaxrl.sampling.interfaces import PROCESSOR, ExternalModel, Processor
 from jaxrl.sampling.next_token import FULL, GREEDY, TOP_P, select_kind
 from jaxrl.sampling.rollout import Rollout
 from jaxrl.sampling.shared_rollout import SharedRollout
-from jaxrl.sampling.stop_strings import StopAutomaton
+from jaxrl.sampling.stop_strings import StopAutomaton, join_automata
 from jaxrl.sft import supervised_loss
 from jaxrl.training.method import Method
 from jaxrl.training.optimizer import make_optimizer, make_schedule
@@ -123,99 +128,117 @@ def build(
             f"config.rollout.context.name is {c.rollout.context.name!r}, but the model of "
             "config.model.path supports images; expected 'none', or a model without image support."
         )
-    tools = build_tools(c, log)
-    # The control environment, whose search engine finds nothing. All checks use it, because they
+    tools = {name: build_tools(environment, log) for name, environment in c.environments.items()}
+    check_prices(c, tools)
+    # The control environments, whose search engines find nothing. All checks use them, because they
     # run before the index is built.
-    control = build_environment(c, None if c.search.engine == NO_ENGINE else EmptySearch(), tools)
-    chat_tools = getattr(control, "chat_tools", ())
-    if chat_tools:  # raises if the chat template cannot render tool results
-        tokenizer.render_results([""], chat_tools)
+    empty_engines = {
+        name: None if environment.search.engine == NO_ENGINE else EmptySearch()
+        for name, environment in c.environments.items()
+    }
+    control_envs = build_environments(c, empty_engines, tools)
+    chat_tools = {name: getattr(env, "chat_tools", ()) for name, env in control_envs.items()}
+    for schemas in filter(None, chat_tools.values()):
+        tokenizer.render_results([""], schemas)  # raises if the chat template cannot render them
+    automata = join_automata(
+        [StopAutomaton(tokenizer.vocab_bytes, env.stop_strings) for env in control_envs.values()]
+    )
     # Data: tasks and demonstrations.
-    automaton = StopAutomaton(tokenizer.vocab_bytes, control.stop_strings)
     tasks, eval_tasks = open_all_tasks(c, show)
-    check_documents(c, show)
+    for name, environment in c.environments.items():
+        with name_environment(name):
+            check_documents(environment, show)
     contexts = build_from_section(ContextRule, c.rollout.context) if c.has_contexts else None
     limits = build_from_section(
         TokenLimits, c.rollout, max_image_tokens=c.image_tokens, context=contexts
     )
-    demonstrations: list[Demonstration] = []
-    if "sft" in c.stages:
-        names = [tool.name for tool in tools]
-        demonstrations = read_demonstrations(
-            c.sft.source,
-            tokenizer,
-            limits,
-            protocol=c.protocol(names),
-            tools=("search", *names),
-            chat_tools=chat_tools,
-            processor=processor,
-        )
+    demonstrations: list[Source[Any]] = []
+    for name, environment in c.environments.items() if "sft" in c.stages else ():
+        names = [tool.name for tool in tools[name]]
+        with name_environment(name):
+            items = read_demonstrations(
+                environment.sft.source,
+                tokenizer,
+                limits,
+                protocol=environment.protocol(names),
+                tools=("search", *names),
+                chat_tools=chat_tools[name],
+                processor=processor,
+            )
+        demonstrations.append(Source(items=items, weight=environment.weight, name=name))
     # Sampler, model and rewards.
     engine = None
     if external is None:
-        kind = getattr(control, "engine_kind", Engine)
-        engine = build_engine(c, policy, mesh, automaton, tokenizer, kind=kind)
+        [kind] = {getattr(env, "engine_kind", Engine) for env in control_envs.values()}
+        engine = build_engine(c, policy, mesh, automata[0], tokenizer, kind=kind)
     model = build_model(c, mesh, policy, tokenizer)
     schedule = build_reply_schedule(c, mesh.devices.flat[0].platform)
-    reward_combiner = build_rewards(c, workdir, log)
+    rewards = {name: build_rewards(e, workdir, log) for name, e in c.environments.items()}
     for split, mixture in (("train", tasks), ("eval", eval_tasks)):
         for source in mixture.sources:
-            reward_combiner.check_task(source.items[0], f"config.tasks.{split}.source")
-            probe_rewards(c, control, source.items[0])
+            task = source.items[0]
+            with name_environment(name := task.environment):
+                rewards[name].check_task(task, f"config.tasks.{split}.source")
+                probe_rewards(c.environments[name], control_envs[name], task)
+    reward_fn = EnvironmentRewards(rewards) if c.members else rewards[""]
 
-    def make_local_rollout(env: Env, image_processor: Processor | None = processor) -> Any:
-        arguments = (tokenizer, limits, schedule, reward_combiner, image_processor)
+    def make_local_rollout(
+        envs: Mapping[str, Env], image_processor: Processor | None = processor
+    ) -> Any:
+        arguments = (tokenizer, limits, schedule, reward_fn, image_processor)
         if external is not None:
-            return external.make_rollout(env, *arguments)
+            return external.make_rollout(envs, *arguments)
         if c.has_custom_rollout:
-            custom_env: Any = env
+            custom_env: Any = envs[""]
             return custom_env.make_rollout(engine, *arguments, log=log)
         assert engine is not None
-        return Rollout(engine, env, tokenizer, automaton, *arguments[1:])
+        automata_by_name = dict(zip(c.environments, automata, strict=True))
+        return Rollout(engine, envs, tokenizer, automata_by_name, *arguments[1:])
 
     def make_shared_rollout(
-        env: Env, image_processor: Processor | None = processor
+        envs: Mapping[str, Env], image_processor: Processor | None = processor
     ) -> SharedRollout:
         # Groups from other processes arrive without images, so the processor reloads them.
         return SharedRollout(
-            make_local_rollout(env, image_processor),
+            make_local_rollout(envs, image_processor),
             restore=image_processor.with_images if image_processor else list,
         )
 
     # Drop or reject tasks with overlong prompts.
-    control_rollout = make_local_rollout(control)
+    control_rollout = make_local_rollout(control_envs)
     tasks, notes = _filter_sources(tasks, control_rollout, c, show)
     eval_tasks, eval_notes = _filter_sources(eval_tasks, control_rollout, c, show)
-    audit_tasks = import_optional(AUDIT_TASKS)
-    if audit_tasks and tasks and c.corpus_section:
-        tasks, audit_notes = audit_tasks(c, tasks, workdir=workdir, show=show)
-        notes += audit_notes
+    tasks, audit_notes = _audit_tasks(c, tasks, workdir, show)
+    notes += audit_notes
     notes += [*eval_notes, describe_overlap(tasks, eval_tasks), _set_num_steps(c, tasks)]
     if engine:
         notes = [*collect_template_notes(tokenizer), *notes]
     # Training stages, whose schedules need the number of steps.
     method = build_method(c)
     stages = build_stages(c, model, method)
-    # The environment with the real search engine, and the rollouts of control suites.
-    env, controls = control, {"empty_search": make_shared_rollout(control)}
-    if c.has_search:
-        search = build_search(c, show, workdir, log)
-        if "random_search" in c.suites:
-            random_search = build_random_search(c, search)
-            controls["random_search"] = make_shared_rollout(
-                build_environment(c, random_search, tools)
-            )
-        probe_tools(c, tools, search.engine)
-        env = build_environment(c, search, tools)
-    else:
-        probe_tools(c, tools, None)
+    # The environments with the real search engines, and the rollouts of control suites. Of several
+    # environments, only those with a search engine take part in its control suites.
+    searches = build_searches(c, show, workdir, log)
+    control_environments = {"empty_search": list(searches if c.members else control_envs)}
+    controls = {"empty_search": make_shared_rollout(control_envs)}
+    if "random_search" in c.suites:
+        random_engines = build_random_searches(c, searches)
+        control_environments["random_search"] = list(random_engines)
+        controls["random_search"] = make_shared_rollout(
+            build_environments(c, random_engines, tools)
+        )
+    for name, environment in c.environments.items():
+        with name_environment(name):
+            engine_to_probe = searches[name].engine if name in searches else None
+            probe_tools(environment, tools[name], engine_to_probe)
+    envs = control_envs | build_environments(c, searches, tools)
     if "blank_images" in c.suites:
         if processor is None:
             raise ValueError(
                 "config.eval has the suite 'blank_images', but the model in config.model.path "
                 "does not support images; remove the suite."
             )
-        controls["blank_images"] = make_shared_rollout(env, processor.make_blank())
+        controls["blank_images"] = make_shared_rollout(envs, processor.make_blank())
     return RunComponents(
         mesh=mesh,
         model=model,
@@ -225,12 +248,14 @@ def build(
         tokenizer=tokenizer,
         tasks=tasks,
         eval_tasks=list(eval_tasks),
-        demonstrations=demonstrations,
+        demonstrations=Mixture(demonstrations),
         sampler=engine,
         external=external.display_name if external else "",
-        rollout=make_shared_rollout(env),
+        rollout=make_shared_rollout(envs),
         controls=controls,
-        reward_weights=c.reward_weights,
+        control_environments=control_environments,
+        # Rewards of several environments are sums of different parts, so only their totals compare.
+        reward_weights={TOTAL_REWARD: 1.0} if c.members else c.reward_weights,
         prompt_time=tokenizer.now.isoformat() if tokenizer.reads_clock else "",
         is_trigger=find_trigger_ids(tokenizer, c.shaping.trigger_words),
         notes=tuple(filter(None, notes)),
@@ -250,13 +275,23 @@ def build_run_settings(c: ResolvedConfig) -> Settings:
     )  # keys are removed from the copy
     depends_on = {name: copied[name] for name in sections if name in copied}
     depends_on.get("images", {}).pop("cache_mib", None)
+    if c.members:  # without their paths, which may change
+        depends_on["environments"] = {
+            name: {
+                key: value
+                for key, value in environment.recorded_config.to_dict().items()
+                if key in ("env", "prompt", "search", "rollout", "reward")
+                or (key == "tasks" and environment.tasks.eval.holdout)
+            }
+            for name, environment in c.members.items()
+        }
     if c.policy.name != LOCAL_MODEL:
         depends_on["policy"] = copied["policy"]
         for key in ("prompt_price", "completion_price", "replay", "replay_folder"):
             del depends_on["policy"]["openai"][key]  # these do not affect completions
     if c.rollout.max_cost:
         depends_on["prices"] = c.ledger.prices
-    if c.tasks.eval.holdout:
+    if c.tasks.eval.holdout and not c.members:
         depends_on["tasks"] = copied["tasks"]  # they decide which tasks are held out
     return Settings(
         stages=c.stages,
@@ -267,8 +302,8 @@ def build_run_settings(c: ResolvedConfig) -> Settings:
             EvaluationSettings,
             c.eval,
             correct=c.reward.correct,
-            has_python="python" in c.env.search.tools,
-            has_results=c.has_tools,
+            has_python=any("python" in e.env.search.tools for e in c.environments.values()),
+            tool_environments=[name for name, e in c.environments.items() if e.has_tools],
             section=c.eval.to_dict(),
             depends_on=depends_on,
         ),
@@ -639,7 +674,28 @@ def select_sampling_kinds(c: ResolvedConfig) -> list[str]:
 
 
 def open_all_tasks(c: ResolvedConfig, show: Show) -> tuple[Mixture[Task], Mixture[Task]]:
-    """Open the training and held-out tasks that the configured stages read."""
+    """Open the training and held-out tasks that the configured stages read.
+
+    The weight of an environment is divided among its sources.
+    """
+    splits: tuple[list[Source[Task]], list[Source[Task]]] = [], []
+    for name, environment in c.environments.items():
+        with name_environment(name):
+            opened = _open_tasks(environment, show)
+        for split, mixture in zip(splits, opened, strict=True):
+            if not name:
+                split += mixture.sources
+                continue
+            weights = [Fraction(str(source.weight)) for source in mixture.sources]
+            for source, weight in zip(mixture.sources, weights, strict=True):
+                share = Fraction(str(environment.weight)) * weight / sum(weights)
+                full_name = name if len(weights) == 1 else f"{name}/{source.name}"
+                split.append(dataclasses.replace(source, weight=share, name=full_name))
+    return Mixture(splits[0]), Mixture(splits[1])
+
+
+def _open_tasks(c: ResolvedConfig, show: Show) -> tuple[Mixture[Task], Mixture[Task]]:
+    """Open the tasks of one environment."""
     tasks: Mixture[Task] = Mixture([])
     eval_tasks: Mixture[Task] = Mixture([])
     is_training = "train" in c.stages
@@ -686,7 +742,8 @@ def _filter_sources(
     if len(tasks.sources) > 1:
         total = sum(source.weight for source in tasks.sources)
         shares = (
-            f"{s.name} {len(s.items):,} ({s.weight / total:.1%} of draws)" for s in tasks.sources
+            f"{s.name} {len(s.items):,} ({float(s.weight / total):.1%} of draws)"
+            for s in tasks.sources
         )
         notes.append(f"tasks: {', '.join(shares)}")
     for source in tasks.sources:
@@ -696,6 +753,22 @@ def _filter_sources(
         filtered, note = filter_overlong_prompts(items, rollout, c, f"{key}.source")
         sources.append(dataclasses.replace(source, items=filtered))
         notes.append(note)
+    return Mixture(sources), notes
+
+
+def _audit_tasks(
+    c: ResolvedConfig, tasks: Mixture[Task], workdir: Path | None, show: Show
+) -> tuple[Mixture[Task], list[str]]:
+    """Check the training tasks of each environment with a corpus. Also return notes for the log."""
+    audit_tasks = import_optional(AUDIT_TASKS)
+    sources, notes = list[Source[Task]](), list[str]()
+    for name, environment in c.environments.items():
+        selected = Mixture([s for s in tasks.sources if s.items[0].environment == name])
+        if audit_tasks and selected and environment.corpus_section:
+            with name_environment(name):
+                selected, lines = audit_tasks(environment, selected, workdir=workdir, show=show)
+            notes += [f"{name}: {line}" if name else line for line in lines]
+        sources += selected.sources
     return Mixture(sources), notes
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import collections
 import functools
+import json
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from ml_collections import ConfigDict
 from jaxrl.builders.method import build_from_section
 from jaxrl.builders.recording import open_recording
 from jaxrl.builders.resolved import ResolvedConfig
+from jaxrl.config.environments import name_environment
 from jaxrl.config.registry import instantiate
 from jaxrl.envs.base import Env, Prompt
 from jaxrl.envs.prompt_file import PromptFile
@@ -65,7 +67,7 @@ def build_environment(c: ResolvedConfig, engine: Tool | None, tools: Sequence[To
     """Instantiate the environment, injecting the objects that its constructor accepts.
 
     Raises:
-        ValueError: `reward.weights` names an unknown part, or `ledger.prices` an unknown tool.
+        ValueError: `reward.weights` names an unknown part.
     """
     env: Env = instantiate(
         "env.settings",
@@ -87,12 +89,36 @@ def build_environment(c: ResolvedConfig, engine: Tool | None, tools: Sequence[To
             f"config.reward.weights names {unknown_parts.pop()!r}, which {c.env.name!r} does not "
             f"compute; its reward_parts are {env.reward_parts!r}."
         )
-    _check_prices(c, [SEARCH, *(tool.name for tool in tools)])
     return env
 
 
-def _check_prices(c: ResolvedConfig, tools: Sequence[str]) -> None:
-    judges = list(c.reward.judges)
+def build_environments(
+    c: ResolvedConfig, engines: Mapping[str, Tool | None], tools: Mapping[str, Sequence[Tool]]
+) -> dict[str, Env]:
+    """Instantiate the environments of `engines`, by name.
+
+    Args:
+        c: Resolved configuration.
+        engines: Search engine of each environment, if it has one.
+        tools: Other tools of each environment.
+    """
+    environments = {}
+    for name, engine in engines.items():
+        with name_environment(name):
+            environments[name] = build_environment(c.environments[name], engine, tools[name])
+    return environments
+
+
+def check_prices(c: ResolvedConfig, tools_by_environment: Mapping[str, Sequence[Tool]]) -> None:
+    """Check the names in `ledger.prices` and `reward.judges`.
+
+    Raises:
+        ValueError: A price has an unknown name, or a judge the name of a tool.
+    """
+    names = (tool.name for tools in tools_by_environment.values() for tool in tools)
+    tools = [SEARCH, *dict.fromkeys(names)]
+    environments = c.environments.values()
+    judges = [*dict.fromkeys(name for each in environments for name in each.reward.judges)]
     shared = [name for name in judges if name in tools]
     if shared:
         raise ValueError(
@@ -100,7 +126,8 @@ def _check_prices(c: ResolvedConfig, tools: Sequence[str]) -> None:
             "judge, because costs are counted by name."
         )
     unknown = [name for name in c.ledger.prices if name not in (*tools, *judges)]
-    if unknown and not is_dotted_path(c.env.name):  # a custom environment may define further tools
+    # A custom environment may define further tools.
+    if unknown and not any(is_dotted_path(each.env.name) for each in environments):
         raise ValueError(
             f"config.ledger.prices names {unknown[0]!r}; expected some of "
             f"{', '.join((*tools, *judges))}."
@@ -140,6 +167,25 @@ def build_search(
     return ResilientSearch(engine, retry_config, recording=recording, is_replay=is_replay, log=log)
 
 
+def build_searches(
+    c: ResolvedConfig, show: Callable[[str], None], workdir: Path | None, log: Log
+) -> dict[str, ResilientSearch]:
+    """Create the search engine of each environment that searches.
+
+    Environments with the same settings share one.
+    """
+    by_settings: dict[str, ResilientSearch] = {}
+    searches = {}
+    for name, environment in c.environments.items():
+        if environment.has_search:
+            settings = json.dumps(environment.search.to_dict(), sort_keys=True)
+            with name_environment(name):
+                if settings not in by_settings:
+                    by_settings[settings] = build_search(environment, show, workdir, log)
+            searches[name] = by_settings[settings]
+    return searches
+
+
 def _build_engine(c: ResolvedConfig, show: Callable[[str], None], log: Log) -> Tool:
     assert c.engine_class is not None
     if not c.needs_live_engine:  # a recording answers all queries
@@ -170,22 +216,29 @@ def _build_engine(c: ResolvedConfig, show: Callable[[str], None], log: Log) -> T
     )
 
 
-def build_random_search(c: ResolvedConfig, search: ResilientSearch) -> Tool:
-    """Create the control engine, which returns random documents from `search`.
+def build_random_searches(
+    c: ResolvedConfig, searches: Mapping[str, ResilientSearch]
+) -> dict[str, Tool]:
+    """Create the control engines, which return random documents from `searches`.
 
     Raises:
-        ValueError: The configured engine does not provide `documents`.
+        ValueError: No configured engine provides `documents`.
     """
-    engine = search.engine
-    if not isinstance(engine, DocumentSearch) or engine.documents is None:
-        raise ValueError(
-            f"config.search.engine is {c.search.engine!r}, which has no documents to sample from; "
-            "remove the suite 'random_search', or add `documents` to the engine "
-            "(jaxrl.envs.search.base.DocumentSearch)."
-        )
     from jaxrl.envs.search.random_search import RandomSearch  # imported late: few runs need it
 
-    return RandomSearch(engine, seed=c.seed)
+    engines: dict[str, Tool] = {
+        name: RandomSearch(search.engine, seed=c.seed)
+        for name, search in searches.items()
+        if isinstance(search.engine, DocumentSearch) and search.engine.documents is not None
+    }
+    if not engines:
+        names = {c.environments[name].search.engine for name in searches}
+        raise ValueError(
+            f"config.search.engine is {', '.join(map(repr, sorted(names)))}, which has no "
+            "documents to sample from; remove the suite 'random_search', or add `documents` to the "
+            "engine (jaxrl.envs.search.base.DocumentSearch)."
+        )
+    return engines
 
 
 def check_documents(c: ResolvedConfig, show: Callable[[str], None]) -> None:

@@ -10,6 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from jaxrl.builders.resolved import CORPUS_SECTIONS, ResolvedConfig
+from jaxrl.config.environments import (
+    expand_environments,
+    is_environment_key,
+    split_environment_key,
+)
 from jaxrl.config.keys import CORPUS, FILE, MODEL
 from jaxrl.config.schema import KEYS, flatten
 from jaxrl.data.tasks import list_task_files
@@ -42,6 +47,21 @@ def compute_fingerprints(config: ResolvedConfig) -> dict[str, str]:
     for key, entry in KEYS.items():
         if entry.file and flat.get(key) and (file := Path(flat[key]) / entry.file).is_file():
             digests[f"{key}/{entry.file}"] = _hash_file(file)
+    for name, environment in config.environments.items():
+        prefix = f"environments.{name}." if name else ""
+        digests |= {
+            key if key.startswith(prefix) else f"{prefix}{key}": digest
+            for key, digest in _hash_environment_files(environment).items()
+        }
+    # Files with user code, without the modules that they import.
+    names = {key: flat[key] for key, entry in KEYS.items() if entry.names_code}
+    digests |= _hash_user_code({k: x for k, x in names.items() if not is_environment_key(k)})
+    return dict(sorted(digests.items()))
+
+
+def _hash_environment_files(config: ResolvedConfig) -> dict[str, str]:
+    """Hash the files of one environment: tasks, demonstrations, prompt, corpus, user code."""
+    digests, flat = dict[str, str](), flatten(config)
     demonstrations = Path(config.sft.source)
     if "sft" in config.stages and demonstrations.exists():
         digests["sft.source"] = _hash_data(demonstrations)
@@ -59,19 +79,25 @@ def compute_fingerprints(config: ResolvedConfig) -> dict[str, str]:
             digests[key] = parts[0] if is_single else hashlib.sha256(joined).hexdigest()
     if config.needs_live_engine:
         digests |= compute_search_fingerprints(config)
-    # Files with user code, without the modules that they import.
-    names = {key: flat[key] for key, entry in KEYS.items() if entry.names_code}
+    code_keys = [key for key, entry in KEYS.items() if entry.names_code and is_environment_key(key)]
+    names = {key: flat[key] for key in code_keys}
     names |= {f"env.search.tools.{name}": name for name in config.env.search.tools}
     names |= {f"reward.weights.{name}": name for name in config.reward.weights}
     for kind in kinds:
         names |= {f"{s.key}.format": s.format for s in config.task_sources[kind]}
+    return digests | _hash_user_code(names)
+
+
+def _hash_user_code(names: Mapping[str, str]) -> dict[str, str]:
+    """Hash the files of the dotted names among `names`, which has names by key."""
+    digests = {}
     for key, name in names.items():
         if is_dotted_path(name):
             function = pkgutil.resolve_name(name)
             module = getattr(function, "__module__", "") or name.rpartition(".")[0]
             if path := getattr(sys.modules.get(module), "__file__", None):
                 digests[f"{key}{USER_CODE_SUFFIX}"] = _hash_file(Path(path))
-    return dict(sorted(digests.items()))
+    return digests
 
 
 def compute_search_fingerprints(config: ResolvedConfig) -> dict[str, str]:
@@ -121,12 +147,13 @@ def check_processes_agree(
     Raises:
         ValueError: Processes differ. Every process raises the same error.
     """
-    settings = {
-        f"config.{key}": repr(value) for key, value in flatten(config.recorded_config).items()
-    }
+    values = expand_environments(flatten(config.recorded_config))
+    settings = {f"config.{key}": repr(value) for key, value in values.items()}
     settings["--workdir"] = repr(str(workdir.resolve()))
     for engine in ("local", "dense"):  # hosts may keep their indexes in different folders
-        settings.pop(f"config.search.{engine}.index", None)
+        index = f"search.{engine}.index"
+        for key in [key for key in values if split_environment_key(key)[1] == index]:
+            del settings[f"config.{key}"]
     found_differences = find_differences(
         gather([settings, {f"config.{k}": v for k, v in contents.items()}])
     )

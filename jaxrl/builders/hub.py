@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from jaxrl.builders.resolved import ResolvedConfig
+from jaxrl.config.environments import name_environment
 from jaxrl.config.keys import MODEL
-from jaxrl.config.schema import KEYS, LOCAL_MODEL
+from jaxrl.config.schema import KEYS, LOCAL_MODEL, flatten_pairs
 from jaxrl.data.tasks import resolve_sources
 from jaxrl.utils.hub import (
     MODEL_FILES,
@@ -40,7 +41,8 @@ def download_files(
         for_plan: True to download only `config.json` of each model.
 
     Returns:
-        The configuration, whose `hub_names` contains the names with their commits.
+        The configuration, whose `hub_names` contains the names with their commits, also those of
+        its environments.
 
     Raises:
         ValueError, OSError: A name is malformed, or a download failed.
@@ -70,7 +72,7 @@ def download_files(
             files = MODEL_FILES + WEIGHT_FILES * has_weights
             values[key] = fetch(key, c[key], ("config.json",) if for_plan else files)
     # Data of the configured stages.
-    if "sft" in c.stages and not for_plan:
+    if "sft" in c.stages and not for_plan and not c.members:
         values["sft.source"] = fetch("sft.source", c.sft.source)
     for kind in c.task_sources:
         key = f"tasks.{kind}.source"
@@ -84,8 +86,19 @@ def download_files(
         )
         values[f"{key}s"] = local, pinned
     c.config.update_from_flattened_dict({key: local for key, (local, _) in values.items()})
-    return replace(
-        c,
-        task_sources={kind: resolve_sources(c.config, kind) for kind in c.task_sources},
-        hub_names={key: pinned for key, (local, pinned) in values.items() if local != pinned},
-    )
+    hub_names = {key: pinned for key, (local, pinned) in values.items() if local != pinned}
+    # Environments: each is a configuration of its own. The run records the names that they set.
+    members = {}
+    for name, member in c.members.items():
+        with name_environment(name):
+            members[name] = download_files(member, recorded, for_plan=for_plan)
+    if any(member.hub_names for member in members.values()):
+        hub_names["environments"] = {
+            name: {k: members[name].hub_names.get(k, v) for k, v in flatten_pairs(entries)}
+            for name, entries in c.config.environments.items()
+        }
+    task_sources = {
+        kind: resolve_sources(c.config, kind, sources[0].environment)
+        for kind, sources in c.task_sources.items()
+    }
+    return replace(c, task_sources=task_sources, hub_names=hub_names, members=members)

@@ -12,6 +12,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from jaxrl.config.environments import name_environment, split_config
 from jaxrl.config.keys import reject_value
 from jaxrl.config.registry import (
     check_settings,
@@ -73,6 +74,9 @@ class ResolvedConfig:
             trajectory_filter, detector: Functions of the method; None if the name is "none".
         schedules: Learning-rate schedule of each stage.
         hub_names: Hub names with commits, by key; `config` contains their local paths.
+        weight: Share of the tasks drawn, relative to the other environments of the run.
+        members: Complete configuration of each environment by name, if there are several. The
+            other fields that belong to an environment then have no meaning.
     """
 
     config: ConfigDict
@@ -96,6 +100,8 @@ class ResolvedConfig:
     detector: NamedFunction | None
     schedules: Mapping[str, NamedFunction]
     hub_names: Mapping[str, Any] = field(default_factory=dict)
+    weight: float = 1.0
+    members: Mapping[str, ResolvedConfig] = field(default_factory=dict)
 
     def __getattr__(self, section: str) -> Any:
         return getattr(self.config, section)
@@ -115,9 +121,14 @@ class ResolvedConfig:
         return self.with_values(self.hub_names).config
 
     @property
+    def environments(self) -> Mapping[str, ResolvedConfig]:
+        """Configuration of each environment by name; the name of a single environment is ""."""
+        return self.members or {"": self}
+
+    @property
     def has_custom_rollout(self) -> bool:
-        """True if the environment implements `make_rollout`."""
-        return hasattr(self.env_class, "make_rollout")
+        """True if an environment implements `make_rollout`."""
+        return any(hasattr(c.env_class, "make_rollout") for c in self.environments.values())
 
     def env_accepts(self, name: str) -> bool:
         """Return True if the environment's constructor has a parameter `name`."""
@@ -131,7 +142,7 @@ class ResolvedConfig:
     @property
     def has_tools(self) -> bool:
         """True if a turn can end with a stop string, followed by an observation."""
-        return bool(self.env_class.stop_strings)
+        return any(c.env_class.stop_strings for c in self.environments.values())
 
     @property
     def suites(self) -> set[str]:
@@ -266,7 +277,9 @@ def find_fixed_keys(c: ResolvedConfig, run_config: Mapping[str, Any]) -> list[st
             fixed.append("kl.coef")  # the checkpoints contain no reference policy
         if c.checkpoint.keep_best:  # values of different metrics cannot be ranked together
             fixed += ["eval.best_metric"]
-            fixed += [f"tasks.eval.{name}" for name in ("source", "sources", "holdout")]
+            names = (run_config.get("environments") or {}) | c["environments"]
+            for prefix in ("", *(f"environments.{name}." for name in names)):
+                fixed += [f"{prefix}tasks.eval.{name}" for name in ("source", "sources", "holdout")]
     return fixed
 
 
@@ -281,6 +294,18 @@ def resolve_names(config: ConfigDict, *, needs_data: bool = True) -> ResolvedCon
     Raises:
         ValueError: A name cannot be resolved. The message names the key.
     """
+    members = {}
+    for name, (weight, member) in split_config(config).items():
+        with name_environment(name):
+            resolved = _resolve_names(member, needs_data=needs_data, environment=name)
+            members[name] = replace(resolved, weight=weight)
+    resolved = _resolve_names(config, needs_data=needs_data and not members)
+    return replace(resolved, members=members)
+
+
+def _resolve_names(
+    config: ConfigDict, *, needs_data: bool, environment: str = ""
+) -> ResolvedConfig:
     # The environment comes first: its reward parts decide which other parts to resolve.
     resolve_entry_points(config)
     resolve_aliases(config, "search.engine", ENGINE_ALIASES)
@@ -313,7 +338,7 @@ def resolve_names(config: ConfigDict, *, needs_data: bool = True) -> ResolvedCon
             else resolve("policy.name", policy, POLICIES, example="my_policy.Policy")
         ),
         task_sources={
-            kind: resolve_sources(config, kind)
+            kind: resolve_sources(config, kind, environment)
             for kind, stages in (("train", {"train"}), ("eval", {"train", "evaluate"}))
             if needs_data and stages & set(config.stages)
         },

@@ -20,6 +20,7 @@ from jaxrl.builders.resolved import (
     resolve_names,
 )
 from jaxrl.builders.validation import check_rules, check_values
+from jaxrl.config.environments import split_config
 from jaxrl.config.loading import load_values
 from jaxrl.config.schema import KEYS, LOCAL_MODEL, default_config
 from jaxrl.logs.display import Display
@@ -54,6 +55,7 @@ def load_saved_run(
     step: int | None = None,
     keys: Mapping[str, Any] = MappingProxyType({}),
     for_chat: bool = False,
+    environment: str = "",
 ) -> tuple[RunComponents, ResolvedConfig]:
     """Build the components of a saved run and load its weights, for inference.
 
@@ -65,13 +67,14 @@ def load_saved_run(
         keys: Values by dotted key that override the run's configuration.
         for_chat: True for multi-turn chat, where the prompt may use the entire context except the
             tokens reserved for the answer.
+        environment: Name of the environment, if the run has several.
 
     Raises:
         FileNotFoundError, ValueError: The run, model or step does not exist, or the run has no
             trained weights yet.
     """
     # Adapt the run's configuration.
-    config = read_config(run)
+    config = select_environment(read_config(run), environment)
     if keys:
         config.update_from_flattened_dict(keys)
     model = resolve_weights_folder(config, run, model, step)
@@ -150,6 +153,25 @@ def read_config(run: Path) -> ConfigDict:
     return config
 
 
+def select_environment(config: ConfigDict, name: str) -> ConfigDict:
+    """Return the configuration of one environment of a run; `name` is "" if the run has only one.
+
+    Raises:
+        ValueError: There is no such environment.
+    """
+    environments = {"": config}
+    if config.environments:
+        environments = {key: value for key, (_, value) in split_config(config).items()}
+    if name not in environments:
+        raise ValueError(
+            f"--environment={name}: the run has the environments {', '.join(environments)}; name "
+            f"one, such as --environment={next(iter(environments))}."
+            if config.environments
+            else f"--environment={name}: the run has only one environment; leave it out."
+        )
+    return environments[name]
+
+
 def resolve_for_inference(config: ConfigDict, *, has_overrides: bool) -> ResolvedConfig:
     """Resolve the names that inference needs, and download the model if it is on the Hub.
 
@@ -162,6 +184,7 @@ def resolve_for_inference(config: ConfigDict, *, has_overrides: bool) -> Resolve
     if has_overrides:
         check_values(config)
     config.stages = ()  # so that no data is read
+    config.environments = {}  # inference uses one, or none
     judges, prices = config.reward.judges, config.ledger.prices
     config.ledger.prices = {name: prices[name] for name in prices if name not in judges}
     config.ledger.max_cost = 0.0  # the budget applies to the run only

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import itertools
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from jaxrl.builders.resolved import CORPUS_SECTIONS, NO_ENGINE, ResolvedConfig, resolve_names
+from jaxrl.config.environments import name_environment, split_config
 from jaxrl.config.keys import reject_value
 from jaxrl.config.loading import check_keys
 from jaxrl.config.schema import EXTRA_KEYS, KEYS, LOCAL_MODEL, SUITES, flatten
 from jaxrl.envs.rewards.combiner import REWARD_PARTS
 from jaxrl.envs.rewards.rules import check_weights
 from jaxrl.envs.search_env import SearchEnv, build_protocol, check_protocol
+from jaxrl.logs.eval_summary import TOTAL_REWARD
 from jaxrl.objectives.filters import KEYS as FILTER_KEYS
 from jaxrl.training.method import has_stage_gate, needs_buckets, needs_divergences, needs_windows
 from jaxrl.utils.callables import UserCodeError, format_failure, is_dotted_path
@@ -56,6 +58,7 @@ def check_values(config: ConfigDict) -> None:
         )
     for name, key in KEYS.items():
         key.check(name, values[name])
+    split_config(config)
 
 
 def check_rules(c: ResolvedConfig, *, needs_data: bool = True) -> None:
@@ -68,25 +71,35 @@ def check_rules(c: ResolvedConfig, *, needs_data: bool = True) -> None:
     Raises:
         ValueError: Keys conflict. The message names the key to change.
     """
-    _check_tools(c)
-    _check_rewards(c)
-    findings = itertools.chain(
-        _find_unused_keys(c),
-        _find_conflicts(c),
-        _find_limit_conflicts(c),
-        _find_missing_metric(c),
-        _find_missing_values(c, needs_data=needs_data),
-    )
-    for key, expected in findings:
+    # Each of several environments has a complete configuration.
+    for name, environment in c.environments.items():
+        with name_environment(name):
+            _check_tools(environment)
+            _check_rewards(environment)
+            _reject_first(
+                environment,
+                _find_unused_keys(environment),
+                _find_conflicts(environment),
+                _find_limit_conflicts(environment),
+                _find_missing_metric(environment),
+                _find_missing_values(environment, needs_data=needs_data),
+            )
+    _reject_first(c, _find_suite_conflicts(c), _find_environment_conflicts(c) if c.members else ())
+
+
+def _reject_first(c: ResolvedConfig, *findings: Iterable[Finding]) -> None:
+    for key, expected in itertools.chain(*findings):
         reject_value(key, _get_value(c, key), expected)
 
 
 def list_warnings(c: ResolvedConfig) -> list[str]:
     """Return a warning for each unusual setting, with its value and the usual one."""
-    return [
-        f"warning: config.{key} is {_get_value(c, key)!r}; the usual value is {usual}"
-        for key, usual in _find_unusual_settings(c)
+    warnings = [
+        f"warning: config.{key} is {_get_value(environment, key)!r}; the usual value is {usual}"
+        for environment in c.environments.values()
+        for key, usual in _find_unusual_settings(environment)
     ]
+    return [*dict.fromkeys(warnings)]
 
 
 def _get_value(c: ResolvedConfig, key: str) -> Any:
@@ -400,7 +413,7 @@ def _find_filter_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
 
 
 def _find_run_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
-    """Yield conflicts between settings of the model, environment, evaluation and watch."""
+    """Yield conflicts between settings of the model, environment, budgets and watch."""
     if c.policy.name != LOCAL_MODEL:
         if c.stages != ("evaluate",):
             yield (
@@ -426,23 +439,6 @@ def _find_run_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
     if c.model.head_dtype == c.model.dtype:
         yield "model.head_dtype", "'' if it equals model.dtype"
 
-    # Evaluation suites of the configured stages.
-    has_engine = c.env.name != "math" and c.search.engine != NO_ENGINE and not c.has_custom_rollout
-    # A custom engine may have a corpus.
-    has_corpus = c.has_search and (
-        is_dotted_path(c.search.engine) or c.search.engine in CORPUS_SECTIONS
-    )
-    for key, stage in (("eval.suites", "train"), ("eval.final_suites", "evaluate")):
-        suites = _get_value(c, key) if stage in c.stages else ()
-        if "empty_search" in suites and not has_engine:
-            yield key, "suites without empty_search if there is no search"
-        if "random_search" in suites and not has_corpus:
-            yield (
-                key,
-                "suites without random_search unless a corpus is searched: search.engine 'local', "
-                "'dense' or 'hybrid', or a custom engine with `documents`",
-            )
-
     # Deadlines, budgets and the watch.
     search, rows = c.search, c.rollout.max_num_seqs
     max_search_s = search.deadline_s + search.outage_deadline_s
@@ -463,6 +459,70 @@ def _find_run_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
     signs = getattr(c.detector.function, "signs", None) if c.detector else None
     if signs is not None and not {*c.watch.actions} <= {*signs}:
         yield "watch.actions", f"some of {', '.join(signs)}"
+
+
+def _find_suite_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
+    """Yield evaluation suites of the configured stages that no environment supports."""
+    has_engine = has_corpus = False
+    for each in c.environments.values():
+        engine = each.search.engine
+        has_engine |= each.env.name != "math" and engine != NO_ENGINE and not c.has_custom_rollout
+        # A custom engine may have a corpus.
+        has_corpus |= each.has_search and (is_dotted_path(engine) or engine in CORPUS_SECTIONS)
+    for key, stage in (("eval.suites", "train"), ("eval.final_suites", "evaluate")):
+        suites = _get_value(c, key) if stage in c.stages else ()
+        if "empty_search" in suites and not has_engine:
+            yield key, "suites without empty_search if there is no search"
+        if "random_search" in suites and not has_corpus:
+            yield (
+                key,
+                "suites without random_search unless a corpus is searched: search.engine 'local', "
+                "'dense' or 'hybrid', or a custom engine with `documents`",
+            )
+
+
+def _find_environment_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
+    """Yield conflicts between several environments and the settings that they share."""
+    for name, environment in c.members.items():
+        if environment.has_custom_rollout:
+            reject_value(
+                f"environments.{name}.env.name",
+                environment.env.name,
+                "an environment without its own rollout, such as 'search'; train this one alone",
+            )
+        if TOTAL_REWARD in (*environment.environment_parts, *environment.reward_parts):
+            reject_value(
+                f"environments.{name}.reward.weights",
+                environment.reward.weights,
+                f"other names: evaluations use {TOTAL_REWARD!r} for the total; rename the function",
+            )
+    if c.sft.source:
+        yield "sft.source", "'' with environments: each of them sets its own"
+    # Methods that compare or average over groups would compare different environments.
+    reason = "with environments: it compares groups with each other, not only within a group"
+    advantage = c.advantage.name
+    if advantage == "reinforce_plus_plus" and not c.advantage.reinforce_plus_plus.baseline:
+        yield "advantage.reinforce_plus_plus.baseline", f"True {reason}"
+    if advantage == "pass_at_k_entropy_guided":
+        yield "advantage.name", f"another estimator {reason}"
+    shaping, kl = c.shaping, c.kl
+    if shaping.entropy_reward:
+        yield "shaping.entropy_reward", f"False {reason}"
+    if kl.controller == "budget":
+        yield "kl.controller", f"another one {reason}"
+    for key, default in (("kl.low_factor", 1.0), ("kl.second_chance", False)):
+        if _get_value(c, key) != default:
+            yield key, f"{default} {reason}"
+    if has_stage_gate(shaping):
+        yield "shaping.stage_level", "False with environments: one accuracy ends the early stage"
+    has_tools = {environment.has_tools for environment in c.members.values()}
+    if shaping.overlong_buffer and not shaping.overlong_max_tokens and len(has_tools) > 1:
+        yield (
+            "shaping.overlong_max_tokens",
+            "above 0 with environments of which only some have tools: the default differs",
+        )
+    if c.filter.get("unanswerable") == "drop":
+        yield "filter.unanswerable", "'keep' with environments"
 
 
 def _find_limit_conflicts(c: ResolvedConfig) -> Iterator[Finding]:

@@ -236,7 +236,12 @@ _ENTRIES: dict[str, Key] = {
         "and `template`.", is_valid=_are_messages, expected="messages with 'role' and 'content'"),
     "prompt.chat_template_kwargs": Key({}, "Variables of the model's chat template, such as "
         "`{'enable_thinking': False}`.", example=False),
-    # ---------------------------------------------------------------------- environment
+    # --------------------------------------------------------------------- environments
+    "environments": Key({}, "Several environments in one run, by name: mappings with `weight`, the "
+        "share of the tasks drawn (default 1), and keys of `tasks`, `prompt`, `env`, `search` and "
+        "`reward`, `rollout.max_turns`, `rollout.max_calls`, `rollout.max_cost` and `sft.source` "
+        "that differ from the run's. Empty: one environment.",
+        example={"weight": 0.5}, is_nested=True, restart=TRAINING),
     "env.name": Key("search", "`search`: questions with a search engine; `math`: problems in one "
         "turn; `agents`: programs that call the model over HTTP (extra `serve`); or the dotted "
         "name of your environment, such as `my_env.MyEnv`.",
@@ -788,7 +793,7 @@ def _suggest_keys(key: str) -> list[str]:
 
 def default_config() -> Config:
     """Return a configuration in which every key has its default value."""
-    config = Config()
+    config = Config(convert_dict="" not in _SECTIONS_WITH_MAPPINGS)
     for key, entry in KEYS.items():
         *sections, name = key.split(".")
         parent = config

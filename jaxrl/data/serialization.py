@@ -47,6 +47,8 @@ def serialize_trajectory(trajectory: Trajectory) -> dict[str, Any]:
         fields.setdefault("token_arrays", {})[name] = saved
     task = dataclasses.asdict(dataclasses.replace(trajectory.task, images=()))
     task["images"] = list(map(_serialize_picture, trajectory.task.images))
+    if not task["environment"]:
+        del task["environment"]
     return fields | {
         "task": task,
         "turns": list(map(serialize_turn, trajectory.turns)),

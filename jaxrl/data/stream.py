@@ -16,7 +16,7 @@ class Source(Generic[Item]):
     """Items of one source, and its sampling weight in a mixture."""
 
     items: Sequence[Item]
-    weight: float = 1.0  # positive; relative to the weights of the other sources
+    weight: float | Fraction = 1.0  # positive; relative to the weights of the other sources
     name: str = ""  # name in metrics
 
 

@@ -60,6 +60,7 @@ class TaskSource:
     columns: Mapping[str, str] = field(default_factory=dict)
     data_source: str = ""
     weight: float = 1.0
+    environment: str = ""  # name in `config.environments`
     make_reader: Callable[..., Any] | None = field(default=None, compare=False)
 
     @property
@@ -74,23 +75,31 @@ class TaskSource:
 
 
 FIELDS = tuple(
-    f.name for f in dataclasses.fields(TaskSource) if f.name not in ("key", "make_reader")
+    f.name
+    for f in dataclasses.fields(TaskSource)
+    if f.name not in ("key", "environment", "make_reader")
 )
 """Allowed keys of an entry in `sources`."""
 
 
-def resolve_sources(config: ConfigDict, kind: str) -> list[TaskSource]:
+def resolve_sources(config: ConfigDict, kind: str, environment: str = "") -> list[TaskSource]:
     """Return the sources of `tasks.train` or `tasks.eval`, with their readers resolved.
+
+    Args:
+        config: Configuration of a run with one environment.
+        kind: `train` or `eval`.
+        environment: Name of the environment, if it is one of several.
 
     Raises:
         ValueError: A source is malformed, or its format is unknown.
     """
-    section, key = config.tasks[kind].to_dict(), f"tasks.{kind}"
+    prefix = f"environments.{environment}." if environment else ""
+    section, key = config.tasks[kind].to_dict(), f"{prefix}tasks.{kind}"
     if section.pop("holdout", 0):
-        return resolve_sources(config, "train")
+        return resolve_sources(config, "train", environment)
     entries = section.pop("sources")
     if not entries:
-        return [_resolve_source(section, key, kind)]
+        return [_resolve_source(section, key, kind, environment)]
     split = section.pop("split")
     unused = [name for name in FIELDS if section.get(name)]
     if unused:
@@ -102,12 +111,13 @@ def resolve_sources(config: ConfigDict, kind: str) -> list[TaskSource]:
             reject_value(
                 f"{key}.sources", entry, f"mappings with some of the keys {', '.join(FIELDS)}"
             )
-        sources.append(_resolve_source({"split": split, **entry}, f"{key}.sources[{index}]", kind))
+        fields = {"split": split, **entry}
+        sources.append(_resolve_source(fields, f"{key}.sources[{index}]", kind, environment))
     return sources
 
 
-def _resolve_source(fields: Mapping[str, Any], key: str, kind: str) -> TaskSource:
-    source = TaskSource(key=key, **fields)
+def _resolve_source(fields: Mapping[str, Any], key: str, kind: str, environment: str) -> TaskSource:
+    source = TaskSource(key=key, environment=environment, **fields)
     texts = (source.source, source.format, source.split, source.data_source)
     names = source.columns if isinstance(source.columns, Mapping) else {None: None}
     is_number = isinstance(source.weight, int | float) and not isinstance(source.weight, bool)
@@ -250,6 +260,9 @@ class Tasks(Sequence[Task]):
         if source.data_source:
             id = f"{source.data_source}/{task.id}"
             task = dataclasses.replace(task, id=id, data_source=source.data_source)
+        if source.environment:  # files of different environments may have the same ids
+            id = f"{source.environment}/{task.id}"
+            task = dataclasses.replace(task, id=id, environment=source.environment)
         return task
 
     def __len__(self) -> int:

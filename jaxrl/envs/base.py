@@ -73,6 +73,7 @@ class Task:
     data_source: str = "default"
     metadata: Mapping[str, Any] = field(default_factory=dict)
     images: tuple[Picture, ...] = ()
+    environment: str = ""  # name in `config.environments`; "" in a run with one environment
 
 
 @dataclass(frozen=True, kw_only=True)

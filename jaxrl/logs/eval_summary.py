@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -39,6 +39,9 @@ OUTCOMES = tuple(outcome for outcome in Outcome if outcome != Outcome.ENVIRONMEN
 
 RELIABILITY = ("precision", "reliability")
 """Measures derived from the fractions of correct answers and of abstentions."""
+
+TOTAL_REWARD = "reward"
+"""Measure of the total reward of a run with several environments, whose reward parts differ."""
 
 CONTROL_SUITES = ("empty_search", "random_search")
 """Suites in which a control engine replaces the search engine."""
@@ -76,7 +79,7 @@ def summarize(
     questions: Sequence[Group],
     *,
     has_python: bool = False,
-    has_results: bool = False,
+    tool_environments: Collection[str] = (),
     ks: Sequence[int] = (),
     num_resamples: int,
     seed: int,
@@ -90,7 +93,7 @@ def summarize(
     Args:
         questions: Samples of each question, the same number for every question.
         has_python: True to count Python calls.
-        has_results: True to attribute the answers to tool results.
+        tool_environments: Environments whose answers are attributed to tool results.
         ks: Values of k for pass@k and maj@k; see `get_subset_sizes`.
         num_resamples: Number of bootstrap resamples.
         seed: Random seed for the bootstrap.
@@ -108,7 +111,7 @@ def summarize(
     measured = []
     for question in questions:
         measures = _compute_measures(question, ks, has_python)
-        if has_results:
+        if question.trajectories[0].task.environment in tool_environments:
             samples = [compute_attribution(t) for t in question.scored_trajectories]
             measures |= {
                 name: mean([s[name] for s in samples if name in s]) for name in ATTRIBUTION_MEASURES
@@ -117,12 +120,8 @@ def summarize(
     names = list(dict.fromkeys(name for measures in measured for name in measures))
     values = np.array([[m.get(name, math.nan) for name in names] for m in measured])
     # Means and bootstrap resamples of each dataset and of all questions.
-    sources = [question.trajectories[0].task.data_source for question in questions]
-    rows_by_source = {
-        source: [row for row, name in enumerate(sources) if name == source]
-        for source in dict.fromkeys(sources)
-    }
-    rows_by_dataset = {"all": list(range(len(questions)))} | rows_by_source
+    rows_by_source, rows_within_source = _group_rows(questions)
+    rows_by_dataset = {"all": list(range(len(questions)))} | rows_by_source | rows_within_source
     rng = np.random.default_rng(seed)
     means = {
         name: _append_reliability(compute_column_means(values[rows]), names)
@@ -145,7 +144,7 @@ def summarize(
         counts["mean"] = counts["all"]
     # All measured parts, first those with nonzero weight in the order of `weights`.
     parts = sorted(
-        {part for t in flatten_groups(questions) if t.is_scored for part in t.reward_parts}
+        {part for t in flatten_groups(questions) if t.is_scored for part in _get_parts(t)}
     )
     weighted_parts = [part for part, weight in weights.items() if weight and part in parts]
     return EvalSummary(
@@ -176,16 +175,13 @@ def get_subset_sizes(num_samples: int, ks: Sequence[int]) -> tuple[int, ...]:
 def _compute_measures(question: Group, ks: Sequence[int], has_python: bool) -> dict[str, float]:
     """Compute a question's measures; NaN for those that need more scored samples."""
     scored = question.scored_trajectories
-    parts = sorted({name for t in scored for name in t.reward_parts})
+    parts = sorted({name for t in scored for name in _get_parts(t)})
     formats = [t.is_well_formed for t in scored if "format" in t.reward_parts]
     is_correct = [t.reward_parts.get("exact_match") == 1.0 for t in scored]
     answers = [normalize_answer(t.final_answer) for t in scored]
     possible = [k for k in ks if k <= len(scored)] if "exact_match" in parts else []
     return {
-        **{
-            name: mean([t.reward_parts[name] for t in scored if name in t.reward_parts])
-            for name in parts
-        },
+        **{name: mean([p[name] for p in map(_get_parts, scored) if name in p]) for name in parts},
         **({"format_rate": mean(formats)} if formats else {}),
         "searches": mean([len(t.searches) for t in scored]),
         "searched": mean([bool(t.searches) for t in scored]),
@@ -195,6 +191,33 @@ def _compute_measures(question: Group, ks: Sequence[int], has_python: bool) -> d
         **dict.fromkeys((f"{name}@{k}" for name in ("pass", "maj") for k in ks), math.nan),
         **{f"pass@{k}": pass_at_k(len(is_correct), sum(is_correct), k) for k in possible},
         **{f"maj@{k}": majority_at_k(answers, is_correct, k) for k in possible},
+    }
+
+
+def _get_parts(trajectory: Trajectory) -> Mapping[str, float]:
+    """Return the reward parts, with the total reward if the run has several environments."""
+    parts = trajectory.reward_parts
+    return {TOTAL_REWARD: trajectory.reward, **parts} if trajectory.task.environment else parts
+
+
+def _group_rows(questions: Sequence[Group]) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+    """Group the rows of questions by data source.
+
+    In a run with several environments, group them by environment. The second result then has the
+    data sources of each environment with several, such as `search/nq`.
+    """
+    tasks = [question.trajectories[0].task for question in questions]
+    by_source: dict[str, list[int]] = {}
+    within_source: dict[str, list[int]] = {}
+    for row, task in enumerate(tasks):
+        by_source.setdefault(task.environment or task.data_source, []).append(row)
+        if task.environment:
+            within_source.setdefault(f"{task.environment}/{task.data_source}", []).append(row)
+    names = [name.partition("/")[0] for name in within_source]
+    return by_source, {
+        name: rows
+        for name, rows in within_source.items()
+        if names.count(name.partition("/")[0]) > 1
     }
 
 
@@ -281,7 +304,9 @@ def format_suite_line(suite: str, summary: EvalSummary) -> str:
         part for part, weight in summary.weights.items() if weight and part != "exact_match"
     ]
     means = summary.means["all"]
-    parts = "".join(f"; {part} {means[part]:.3f}" for part in weighted_parts)
+    parts = "".join(
+        f"; {part} {means[part]:.3f}" for part in weighted_parts if part != TOTAL_REWARD
+    )
     reward = compute_weighted_reward(means, summary.weights)
     paid = "" if reward is None or not weighted_parts else f"reward {reward:.3f}; "
     return f"{suite}: {paid}exact match {by_set}{parts}; searches {means['searches']:.2f}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from jaxrl.envs.base import CallRecord
 from jaxrl.objectives.metrics import mean
-from jaxrl.types import Trajectory
+from jaxrl.types import GROUP_KINDS, GroupStats, Trajectory
 
 
 def compute_rollout_metrics(
@@ -47,6 +48,55 @@ def compute_rollout_metrics(
     for name in ("answered", "abstained", "malformed", "out_of_budget", "environment_error"):
         metrics[f"outcome/{name}"] = outcomes.count(name) / max(len(outcomes), 1)
     return metrics
+
+
+def compute_environment_metrics(
+    trajectories: Sequence[Trajectory],
+    sampled_stats: Sequence[GroupStats],
+    max_response_tokens: int,
+    *,
+    has_python: bool = False,
+) -> dict[str, float]:
+    """Compute the metrics of each environment, if there are several, as `env/<name>/<metric>`.
+
+    An environment without a trajectory or a sampled group has no metrics of these; no metric is
+    NaN.
+
+    Args:
+        trajectories: Trajectories to train on.
+        sampled_stats: Statistics of all sampled groups, including those that the filter dropped.
+        max_response_tokens: See `compute_rollout_metrics`.
+        has_python: See `compute_rollout_metrics`.
+    """
+    metrics: dict[str, float] = {}
+    names = [t.task.environment for t in trajectories] + [s.environment for s in sampled_stats]
+    for name in filter(None, dict.fromkeys(names)):
+        selected = [t for t in trajectories if t.task.environment == name]
+        stats = [group for group in sampled_stats if group.environment == name]
+        values = {"share": len(selected) / max(len(trajectories), 1)}
+        if selected:
+            values |= compute_rollout_metrics(selected, max_response_tokens, has_python=has_python)
+        if stats:
+            values |= compute_group_metrics(stats)
+        metrics |= {f"env/{name}/{key}": x for key, x in values.items() if math.isfinite(x)}
+    return metrics
+
+
+def compute_group_metrics(sampled_stats: Sequence[GroupStats]) -> dict[str, float]:
+    """Return metrics over all groups that a step sampled; fractions are NaN if there are none."""
+    kinds = Counter(group.kind for group in sampled_stats)
+    num_scored = sum(group.num_scored for group in sampled_stats)
+    return {
+        "rollout/partial_groups": sum(
+            group.num_scored > 0 and group.num_failed > 0 for group in sampled_stats
+        ),
+        "filter/accuracy": sum(group.num_correct for group in sampled_stats)
+        / (num_scored or np.nan),
+        **{
+            f"filter/{kind}_share": kinds[kind] / (len(sampled_stats) or np.nan)
+            for kind in GROUP_KINDS
+        },
+    }
 
 
 def compute_search_metrics(records: Sequence[CallRecord]) -> dict[str, float]:

@@ -25,6 +25,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from jaxrl.config.environments import expand_environments, split_environment_key
 from jaxrl.config.keys import EVALUATION, FREE, RESULTS
 from jaxrl.config.schema import KEYS, find_missing_extra, read_flat_config, serialize_config
 from jaxrl.utils.files import append_line, atomic_write, open_atomic, quarantine_file
@@ -160,10 +161,12 @@ def check_fixed_keys(
     Raises:
         ValueError: A key has changed. The message names it.
     """
-    config = normalize_json(config)
+    config, begun = (
+        normalize_json(expand_environments(values)) for values in (config, record.config)
+    )
     for key in fixed:
         now = config.get(key, 0)
-        before = record.config.get(key, now)
+        before = begun.get(key, 0 if key.startswith("environments.") else now)
         if before != now:
             folder = find_missing_extra(key)
             remedy = f"put jaxrl/extras/{folder}" if folder else "set it"
@@ -180,11 +183,15 @@ def find_changes(
 
     `contents` holds the fingerprints of this launch's files; None if files are not compared yet.
     """
-    now = normalize_json(config)
-    changed_keys = [key for key in now if key in record.config and record.config[key] != now[key]]
+    now, begun = (normalize_json(expand_environments(values)) for values in (config, record.config))
+    of_environments = [key for key in now | begun if key.startswith("environments.")]
+    compared_keys = [*(key for key in now if key in begun), *of_environments]
+    changed_keys = [key for key in dict.fromkeys(compared_keys) if begun.get(key) != now.get(key)]
     # A 0 in these keys is replaced after this comparison.
     automatic = ("micro_rows", "num_steps")
-    changed_keys = [key for key in changed_keys if not (key.endswith(automatic) and now[key] == 0)]
+    changed_keys = [
+        key for key in changed_keys if not (key.endswith(automatic) and now.get(key) == 0)
+    ]
     if contents is None:  # a new path may hold the same files
         changed_keys = [
             key for key in changed_keys if not _select_fingerprints(key, record.contents)
@@ -199,8 +206,10 @@ def find_changes(
         # A new path to the same files changes nothing.
         files = _select_fingerprints(key, contents)
         is_moved = bool(files) and files == _select_fingerprints(key, record.contents)
-        is_allowed = key in now and (is_free(key, record.config, now) or is_moved)
-        change = Change(key=key, before=record.config[key], now=now.get(key), is_free=is_allowed)
+        is_known = key not in removed_keys
+        is_allowed = is_known and (is_free(key, record.config, config) or is_moved)
+        before, after = {**record.config, **begun}.get(key), now.get(key)
+        change = Change(key=key, before=before, now=after, is_free=is_allowed)
         changes.append(change)
     # Files with new contents under an unchanged key. A new or missing file counts as a change only
     # for the model.
@@ -212,7 +221,7 @@ def find_changes(
             continue
         before, after = record.contents.get(name), contents.get(name)
         if before != after:
-            is_allowed = is_free(key, record.config, now)
+            is_allowed = is_free(key, record.config, config)
             changes.append(
                 Change(key=f"{name} (content)", before=before, now=after, is_free=is_allowed)
             )
@@ -221,13 +230,19 @@ def find_changes(
 
 def is_free(key: str, before: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
     """Return True if a key, or the file that it refers to, may change without --accept_changes."""
+    # A key of one of several environments follows the rule of the key that it overrides.
+    environment, key = split_environment_key(key)
+    if environment and key == "weight":
+        key = "environments"
     # A fingerprint such as `loss.name's file` follows the rule of its key.
     suffixes = {name: key[len(name) :] for name in KEYS if key.startswith(name)}
     matches = [name for name, suffix in suffixes.items() if not re.match(r"\w", suffix)]
     restart = KEYS[max(matches, key=len)].restart if matches else RESULTS
     stages = config["stages"]
     if set(stages) == {"evaluate"}:
-        is_held_out = key.startswith("tasks.train.") and config["tasks.eval.holdout"]
+        holdout_key = f"environments.{environment}.tasks.eval.holdout"
+        holdout = expand_environments(config).get(holdout_key, config["tasks.eval.holdout"])
+        is_held_out = key.startswith("tasks.train.") and holdout
         return restart != RESULTS and not is_held_out
     if key in ("num_steps", "num_epochs", "sft.num_steps"):
         # A decaying learning rate depends on the number of steps.

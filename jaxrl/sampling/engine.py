@@ -81,6 +81,7 @@ class Request:
         budget: Maximum number of tokens to sample before the caller resumes it with a new budget.
         attachments: Attachments in the order of their placeholder tokens in `prompt_ids`.
         stop_state: State of the stop automaton, if the turn begins inside `prompt_ids`.
+        start_state: State of the stop automaton at the start of each later turn.
     """
 
     prompt_ids: tuple[int, ...]
@@ -88,6 +89,7 @@ class Request:
     budget: int
     attachments: tuple[Attachment, ...] = ()
     stop_state: int = 0
+    start_state: int = 0
 
     @cached_property
     def prompt(self) -> PromptTokens:
@@ -611,7 +613,7 @@ class Engine:
                 row, read, tuple(attachments.get(request, ())), row.length
             )
             *row.prefill_ids, row.pending = read
-            row.is_waiting, row.budget, row.stop_state = False, budget, 0
+            row.is_waiting, row.budget, row.stop_state = False, budget, row.start_state
             self.counts.prefilled_resume += len(row.prefill_ids)
 
     def step(self, *, ahead: int = 0) -> list[Event]:
@@ -716,7 +718,7 @@ class Engine:
             )
             self._keys[slot] = request.sample_key
             self._write_table(row)
-            row.stop_state = request.stop_state
+            row.stop_state, row.start_state = request.stop_state, request.start_state
             # The prompt is cached: only its position offset is needed.
             is_cached = not row.prefill_ids
             self._prefill_batcher.set_attachments(row, request.prompt_ids, request.attachments, 0)

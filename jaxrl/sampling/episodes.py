@@ -123,7 +123,7 @@ class BaseRollout:
 
     def __init__(
         self,
-        env: Env,
+        env: Env | Mapping[str, Env],
         tokenizer: Tokenizer,
         limits: TokenLimits,
         schedule: ReplySchedule | None = None,
@@ -132,14 +132,15 @@ class BaseRollout:
     ):
         """Store the components; `schedule` defaults to `ReplySchedule()`.
 
+        `env` may be a mapping: an episode runs in the environment that its task names.
         `reward_fn` computes rewards from scored episodes; None uses the environment's rewards.
         `processor` preprocesses images; None for a text-only model.
         """
         self._processor = processor
-        self._env = env
-        self._tools = getattr(env, "chat_tools", ())
+        self._envs = env if isinstance(env, Mapping) else {"": env}
+        self._tools = {name: getattr(env, "chat_tools", ()) for name, env in self._envs.items()}
         self._tokenizer = tokenizer
-        self._opener = tokenizer.find_opener(self._tools)
+        self._openers = {name: tokenizer.find_opener(tools) for name, tools in self._tools.items()}
         self._limits = limits
         self._schedule = schedule or ReplySchedule()
         self._reward_fn = reward_fn or (
@@ -166,7 +167,7 @@ class BaseRollout:
                 failure, images = str(error), ()
             for sample_index in range(group_size):
                 sample = Sample(
-                    episode=Episode(task=draw.task, opener=self._opener),
+                    episode=Episode(task=draw.task, opener=self._openers[draw.task.environment]),
                     sample_index=sample_index,
                     attempt=draw.attempt,
                     max_response_tokens=draw.max_response_tokens,
@@ -259,13 +260,14 @@ class BaseRollout:
             StartError: The environment has no prompt for the task, or its prompt omits an image.
         """
         messages = self._start_episode(task)
+        tools = self._tools[task.environment]
         if not task.images:
-            return self._tokenizer.render_prompt(messages, self._tools)
+            return self._tokenizer.render_prompt(messages, tools)
         try:
             counts = [self._image_processor.num_tokens(picture) for picture in task.images]
         except UnreadableImageError as error:
             raise UnreadableImageError(f"task {task.id!r}: {error}") from error
-        return self._tokenizer.render_prompt(messages, self._tools, counts)
+        return self._tokenizer.render_prompt(messages, tools, counts)
 
     def _make_prompt_error(self, task: Task, prompt: Sequence[int]) -> ValueError:
         if self._exceeds_image_limit(prompt):
@@ -284,22 +286,36 @@ class BaseRollout:
 
     def _start_episode(self, task: Task) -> Sequence[Message]:
         """Return an episode's first messages, with image placeholders, or raise `StartError`."""
+        env = self._get_env(task)
         try:
-            [messages] = self._env.start([task])
+            [messages] = env.start([task])
             check_chat(messages)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            where = f"{type(self._env).__name__}.start of task {task.id!r}"
+            where = f"{type(env).__name__}.start of task {task.id!r}"
             raise StartError(f"{where}: {format_error(error)}") from error
         marks = sum(message["content"].count(IMAGE_TAG) for message in messages)
         if task.images and marks != len(task.images):
             raise StartError(
                 f"task {task.id!r} has {len(task.images)} images, but its chat has {marks} marks "
                 f"{IMAGE_TAG}; expected one for each image. See config.prompt and "
-                f"{type(self._env).__name__}.start."
+                f"{type(env).__name__}.start."
             )
         return messages
+
+    def _get_env(self, task: Task) -> Env:
+        """Return the environment of a task.
+
+        Raises:
+            ValueError: The task names none of the environments.
+        """
+        if task.environment not in self._envs:
+            raise ValueError(
+                f"task {task.id!r} has the environment {task.environment!r}; expected one of "
+                f"{', '.join(map(repr, self._envs))}. Set the field `environment` of the task."
+            )
+        return self._envs[task.environment]
 
     def _remaining_budget(
         self, sample: Sample, num_added: int = 0, context_length: int | None = None
@@ -333,10 +349,14 @@ class BaseRollout:
     def _try_step(
         self, episodes: Sequence[Episode], texts: Sequence[str]
     ) -> list[StepResult] | str:
-        """Call `Env.step` once; return validated replies, or the error message if it fails."""
+        """Call `Env.step` once for episodes of one environment, and validate the replies.
+
+        Return the error message if it fails.
+        """
         try:
-            replies = list(self._env.step(episodes, texts))
-            self._check_num_results("step", len(replies), len(episodes))
+            env = self._get_env(episodes[0].task)
+            replies = list(env.step(episodes, texts))
+            _check_num_results(env, "step", len(replies), len(episodes))
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # SystemExit too: user code must not end the run this way
@@ -372,19 +392,12 @@ class BaseRollout:
         """Return the number of tokens of each image."""
         return [self._image_processor.num_units(image) for image in images]
 
-    def _make_timeout_result(self) -> StepResult:
-        """Return a failed step for a reply that missed the deadline."""
+    def _make_timeout_result(self, task: Task) -> StepResult:
+        """Return a failed step of a task's environment, whose reply missed the deadline."""
         deadline_s = self._schedule.deadline_s
         reason = f"no reply within {deadline_s:g} s (config.env.step_deadline_s)"
-        result = make_failed_step(f"{type(self._env).__name__}.step: {reason}")
+        result = make_failed_step(f"{type(self._get_env(task)).__name__}.step: {reason}")
         return dataclasses.replace(result, latency_s=deadline_s)
-
-    def _check_num_results(self, method: str, count: int, expected: int) -> None:
-        if count != expected:
-            raise ValueError(
-                f"{type(self._env).__name__}.{method} returned {count} results for {expected} "
-                "episodes; expected one for each, in order."
-            )
 
     def _apply_step_result(
         self, sample: Sample, text: str, result: StepResult
@@ -416,7 +429,8 @@ class BaseRollout:
         num_repeated = 0
         if (contexts := self._limits.context) is not None:
             sampled = sample.token_ids[sample.turn_starts[-1] :]
-            without_body = encode_omitted(self._tokenizer, result.observation, self._tools)
+            tools = self._tools[sample.episode.task.environment]
+            without_body = encode_omitted(self._tokenizer, result.observation, tools)
             sample.turn_ids.append(
                 TurnIds(sampled=sampled, observation=token_ids, placeholder=without_body)
             )
@@ -464,7 +478,7 @@ class BaseRollout:
             return encode_results(
                 self._tokenizer,
                 observation,
-                tools=self._tools,
+                tools=self._tools[sample.episode.task.environment],
                 max_result_tokens=self._limits.max_observation_tokens,
                 room=self._observation_room(sample),
                 image_tokens=[
@@ -521,8 +535,9 @@ class BaseRollout:
         if not samples:
             return []
         try:
-            rewards = list(self._env.score([sample.episode for sample in samples]))
-            self._check_num_results("score", len(rewards), len(samples))
+            env = self._get_env(samples[0].episode.task)
+            rewards = list(env.score([sample.episode for sample in samples]))
+            _check_num_results(env, "score", len(rewards), len(samples))
             return [
                 (s, s.to_scored_episode(validate_reward(reward)))
                 for s, reward in zip(samples, rewards, strict=True)
@@ -536,6 +551,14 @@ class BaseRollout:
                 return [item for sample in samples for item in self._score_episodes([sample])]
             samples[0].fail(error)
             return []
+
+
+def _check_num_results(env: Env, method: str, count: int, expected: int) -> None:
+    if count != expected:
+        raise ValueError(
+            f"{type(env).__name__}.{method} returned {count} results for {expected} episodes; "
+            "expected one for each, in order."
+        )
 
 
 def _is_fatal(error: BaseException) -> bool:

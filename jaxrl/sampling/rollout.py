@@ -60,18 +60,22 @@ class Rollout(BaseRollout):
     def __init__(
         self,
         engine: Engine,
-        env: Env,
+        env: Env | Mapping[str, Env],
         tokenizer: Tokenizer,
-        automaton: StopAutomaton,
+        automaton: StopAutomaton | Mapping[str, StopAutomaton],
         limits: TokenLimits,
         schedule: ReplySchedule | None = None,
         reward_fn: RewardFn | None = None,
         processor: Processor | None = None,
     ):
-        """Store the components; `automaton` must be the engine's. See `BaseRollout`."""
+        """Store the components. See `BaseRollout`.
+
+        `automaton` is the engine's; with several environments, it is a mapping from their names to
+        automata with the engine's tables (`join_automata`).
+        """
         super().__init__(env, tokenizer, limits, schedule, reward_fn, processor)
         self._engine = engine
-        self._automaton = automaton
+        self._automata = automaton if isinstance(automaton, Mapping) else {"": automaton}
         # Unfinished groups that resume in a later call, by stage, stream index and attempt; and
         # their pending calls to the environment.
         self._unfinished: dict[tuple[int, int, int], list[Sample]] = {}
@@ -218,8 +222,10 @@ class Rollout(BaseRollout):
                 self._apply_replies(call, samples, sampling)
             events = self._engine.step(ahead=ahead)
             members = self._append_events(samples, events, sampling.policy_version)
-            if members:
-                calls.append(self._start_call(members, events[0].chunk + self._schedule.lag_chunks))
+            for name in self._envs:  # one call each, so that none waits for another environment
+                if called := [m for m in members if m[1].episode.task.environment == name]:
+                    due = events[0].chunk + self._schedule.lag_chunks
+                    calls.append(self._start_call(called, due))
 
     def _start_call(self, members: list[tuple[int, Sample, str]], due: int) -> _EnvCall:
         episodes = [sample.episode for _, sample, _ in members]
@@ -287,6 +293,7 @@ class Rollout(BaseRollout):
         for sample in samples:
             assert sample.key is not None
             number, length = len(sample.contexts), sample.context_length
+            automaton = self._automata[sample.episode.task.environment]
             key = (
                 derive_context_key(sample.key, number, self._engine.device)
                 if number
@@ -298,9 +305,8 @@ class Rollout(BaseRollout):
                     sample_key=key,
                     budget=self._remaining_budget(sample),
                     attachments=tuple(sample.attachments),
-                    stop_state=self._automaton.compute_state(
-                        sample.token_ids[sample.turn_starts[-1] :]
-                    ),
+                    stop_state=automaton.compute_state(sample.token_ids[sample.turn_starts[-1] :]),
+                    start_state=automaton.start_state,
                 )
             )
         numbers = self._engine.submit(
@@ -314,7 +320,8 @@ class Rollout(BaseRollout):
         if status == decode.END_OF_TURN:
             token_ids = token_ids[:-1]
         data = list(map(self._tokenizer.vocab_bytes.__getitem__, token_ids))
-        text = self._automaton.truncate(data) if status == decode.STOP_STRING else b"".join(data)
+        automaton = self._automata[sample.episode.task.environment]
+        text = automaton.truncate(data) if status == decode.STOP_STRING else b"".join(data)
         return text.decode("utf-8", errors="replace")
 
     def _apply_replies(
@@ -328,7 +335,9 @@ class Rollout(BaseRollout):
         resumed, attachments, resubmitted = [], {}, []
         is_late = not call.replies.done()
         replies = (
-            [self._make_timeout_result()] * len(call.members) if is_late else call.replies.result()
+            [self._make_timeout_result(call.members[0][1].episode.task)] * len(call.members)
+            if is_late
+            else call.replies.result()
         )
         for (request, sample, text), result in zip(call.members, replies, strict=True):
             is_detached = request == _NO_REQUEST

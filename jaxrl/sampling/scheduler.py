@@ -79,6 +79,7 @@ class Row:
     budget: int  # tokens still to sample, according to the reports read
     length: int = 0  # tokens in the cache, according to the reports read
     stop_state: int = 0  # state of the stop automaton, according to the reports read
+    start_state: int = 0  # state of the stop automaton at the start of a turn
     prefill_ids: list[int] = field(default_factory=list)  # tokens to prefill before the pending one
     prefill_attachments: tuple[Attachment, ...] = ()  # attachments of the unread tokens
     # [n, ...], if there is a tower

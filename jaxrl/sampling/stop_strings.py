@@ -1,5 +1,8 @@
 """Stop string matching during sampling, independent of token boundaries."""
 
+from __future__ import annotations
+
+import copy
 from collections import deque
 from collections.abc import Sequence
 
@@ -13,17 +16,19 @@ class StopAutomaton:
     Strings are therefore matched byte by byte with the Aho-Corasick automaton
     (https://doi.org/10.1145/360825.360855), with transitions composed over each token's bytes.
 
-    Each turn starts in state 0. After a hit, the state is a valid index but has no meaning.
+    Each turn starts in `start_state`. After a hit, the state is a valid index but has no meaning.
 
     Attributes:
         next_state: int8 or int16 [S, V], state after each token.
         is_hit: bool [S, V], True if a stop string ends within the token.
         stop_strings: UTF-8 bytes of each stop string.
+        start_state: 0, or the first of its states in tables that several automata share.
     """
 
     next_state: np.ndarray
     is_hit: np.ndarray
     stop_strings: tuple[bytes, ...]
+    start_state: int = 0
 
     def __init__(self, vocab_bytes: Sequence[bytes], stop_strings: Sequence[str]):
         if "" in stop_strings:
@@ -40,7 +45,7 @@ class StopAutomaton:
 
         The tokens must not contain a complete stop string.
         """
-        state = 0
+        state = self.start_state
         for token in token_ids:
             state = int(self.next_state[state, token])
         return state
@@ -54,6 +59,32 @@ class StopAutomaton:
         """Return the bytes of a turn, truncated after its first stop string."""
         data = b"".join(token_bytes)
         return data[: self.find_stop(data)]
+
+
+def join_automata(automata: Sequence[StopAutomaton]) -> list[StopAutomaton]:
+    """Return the automata with shared tables, so that one sampler can run all of them.
+
+    Each automaton has its own states and thus matches its own stop strings only. Automata with the
+    same stop strings share their states.
+
+    Args:
+        automata: Automata of the same vocabulary.
+    """
+    distinct = {automaton.stop_strings: automaton for automaton in automata}
+    start_states, num_states = dict[tuple[bytes, ...], int](), 0
+    for stop_strings, automaton in distinct.items():
+        start_states[stop_strings] = num_states
+        num_states += len(automaton.next_state)
+    dtype = np.min_scalar_type(-num_states)
+    next_state = np.concatenate(
+        [(a.next_state.astype(int) + start_states[s]).astype(dtype) for s, a in distinct.items()]
+    )
+    is_hit = np.concatenate([automaton.is_hit for automaton in distinct.values()])
+    joined = [copy.copy(automaton) for automaton in automata]
+    for automaton in joined:
+        automaton.next_state, automaton.is_hit = next_state, is_hit
+        automaton.start_state = start_states[automaton.stop_strings]
+    return joined
 
 
 def _build_byte_automaton(patterns: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:

@@ -17,7 +17,7 @@ import numpy as np
 from jaxrl.data import serialization
 from jaxrl.data.stream import FixedTasks, Stream
 from jaxrl.envs.base import CallRecord, OutageError, Task
-from jaxrl.logs.metrics import compute_search_metrics
+from jaxrl.logs.metrics import compute_group_metrics, compute_search_metrics
 from jaxrl.objectives.filters import needs_resampling
 from jaxrl.sampling.interfaces import RolloutFunction, SamplingConfig
 from jaxrl.training import rewards
@@ -70,6 +70,9 @@ class CollectedGroups:
     def to_json(self) -> dict[str, Any]:
         """Convert to plain JSON values; lossless if no divergences are measured yet."""
         plain = dataclasses.asdict(dataclasses.replace(self, groups=[], buffered_groups=[]))
+        for stats in plain["sampled_stats"]:
+            if not stats["environment"]:
+                del stats["environment"]
         groups = {
             name: serialization.serialize_groups(getattr(self, name)) for name in _GROUP_FIELDS
         }
@@ -277,23 +280,6 @@ def draw(
             num_skipped = 0
         num_tasks_taken += 1
     return draws, num_tasks_taken
-
-
-def compute_group_metrics(sampled_stats: Sequence[GroupStats]) -> dict[str, float]:
-    """Return metrics over all groups that a step sampled; fractions are NaN if there are none."""
-    kinds = Counter(group.kind for group in sampled_stats)
-    num_scored = sum(group.num_scored for group in sampled_stats)
-    return {
-        "rollout/partial_groups": sum(
-            group.num_scored > 0 and group.num_failed > 0 for group in sampled_stats
-        ),
-        "filter/accuracy": sum(group.num_correct for group in sampled_stats)
-        / (num_scored or np.nan),
-        **{
-            f"filter/{kind}_share": kinds[kind] / (len(sampled_stats) or np.nan)
-            for kind in GROUP_KINDS
-        },
-    }
 
 
 def _describe_kinds(sampled_stats: Sequence[GroupStats]) -> str:

@@ -75,6 +75,8 @@ class Components:
     sampler: Sampler | None  # None if a model behind an endpoint samples
     rollout: RolloutFunction
     controls: Mapping[str, RolloutFunction]  # replacements for `rollout`, by control suite
+    # Names of the environments that take part in a control suite; all in any other suite.
+    control_environments: Mapping[str, Sequence[str]] = field(default_factory=dict)
     reward_weights: Mapping[str, float] = field(default_factory=dict)  # by reward part
     is_trigger: np.ndarray | None = None  # bool [V], ids that may start a high-entropy window
     prompt_time: str = ""  # time in the chat template's prompts; "" if it writes none

@@ -30,7 +30,7 @@ class EvaluationSettings:
     min_delta: float
     correct: str  # reward part that makes an answer correct
     has_python: bool  # True if the model may call `python`
-    has_results: bool  # True if turns get observations
+    tool_environments: Sequence[str]  # names of environments whose turns get observations
     section: Mapping[str, Any]  # complete section, for the result file
     depends_on: Mapping[str, Any]  # all settings that a score depends on
 

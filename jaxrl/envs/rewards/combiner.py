@@ -13,7 +13,7 @@ from numbers import Real
 from typing import Any, Protocol
 
 from jaxrl.envs.base import CallRecord, OutageError, Reward, ScoredEpisode, Task
-from jaxrl.utils.concurrency import DeadlineError, start_all, start_event_loop
+from jaxrl.utils.concurrency import DeadlineError, parallel_map, start_all, start_event_loop
 
 MAX_THREADS = 32
 """Maximum number of threads that call sync functions."""
@@ -327,6 +327,32 @@ class RewardCombiner:
             if result.turns is not None:
                 turn_parts[name] = result.turns
         return parts, turn_parts
+
+
+@dataclass(frozen=True)
+class EnvironmentRewards:
+    """Reward function of a run with several environments; `combiners` has one for each."""
+
+    combiners: Mapping[str, RewardCombiner]
+
+    def __call__(
+        self, groups: Sequence[Sequence[ScoredEpisode]]
+    ) -> list[list[Reward | BaseException]]:
+        """Return the rewards of each group by its environment's parts, all at the same time."""
+        indices: dict[str, list[int]] = {}
+        for index, group in enumerate(groups):
+            if group:
+                indices.setdefault(group[0].episode.task.environment, []).append(index)
+        by_environment = parallel_map(
+            lambda name: self.combiners[name]([groups[i] for i in indices[name]]),
+            list(indices),
+            max_threads=len(indices),
+        )
+        rewards: list[list[Reward | BaseException]] = [[] for _ in groups]
+        for positions, results in zip(indices.values(), by_environment, strict=True):
+            for position, result in zip(positions, results, strict=True):
+                rewards[position] = result
+        return rewards
 
 
 def _run_now(invoke: Callable[[], Any]) -> Future[Any]:

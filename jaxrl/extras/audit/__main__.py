@@ -51,12 +51,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.path.append(str(Path(arguments.config.partition(":")[0]).absolute().parent))
         config = load_config_file(arguments.config)
         config.update_from_flattened_dict(overrides)
-        statistics = audit(
-            validate(config),
-            max_tasks=arguments.max_tasks,
-            show=display.show_activity,
-            log=display.log,
-        )
+        statistics: dict[str, dict[str, Statistic]] = {}
+        for name, environment in validate(config).environments.items():
+            by_split = audit(
+                environment,
+                max_tasks=arguments.max_tasks,
+                show=display.show_activity,
+                log=display.log,
+            )
+            statistics |= {f"{name} {split}".strip(): values for split, values in by_split.items()}
         with open_atomic(arguments.out) as file:
             file.write(json.dumps(statistics, indent=2, ensure_ascii=False) + "\n")
     except (OSError, ValueError, ToolError) as error:

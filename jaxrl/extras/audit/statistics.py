@@ -69,7 +69,8 @@ def audit(
     env = build_environment(c, None if c.search.engine == NO_ENGINE else EmptySearch(), tools)
     limits = build_from_section(TokenLimits, c.rollout)
     processor = build_processor(c, tokenizer, architecture)
-    rollout = BaseRollout(env, tokenizer, limits, processor=processor)
+    names = {source.environment for sources in c.task_sources.values() for source in sources}
+    rollout = BaseRollout(dict.fromkeys(names, env), tokenizer, limits, processor=processor)
     has_known_forms = not (is_dotted_path(c.env.name) or is_dotted_path(c.env.search.protocol))
     has_known_forms = has_known_forms and isinstance(env, SearchEnv | MathEnv)
     parts = [p for p in c.environment_parts if p != "format" and c.reward_weights.get(p)]

@@ -67,6 +67,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--step", type=int, metavar="N", help="checkpoint of RUN; default: the last"
     )
+    parser.add_argument(
+        "--environment", default="", metavar="NAME", help="needed if RUN has several"
+    )
     parser.epilog = "--config.key=value sets a key of the run's configuration."
     # Options may also come before the questions.
     arguments, overrides = parser.parse_known_intermixed_args(argv)
@@ -102,7 +105,13 @@ def answer_questions(
     num_failed = 0
     with contextlib.chdir(read_launch_folder(run)):
         components, config = load_saved_run(
-            run, model, display, step=step, keys=keys, for_chat=for_chat
+            run,
+            model,
+            display,
+            step=step,
+            keys=keys,
+            for_chat=for_chat,
+            environment=arguments.environment,
         )
         # Loading weights restarts the spinner after the last log line.
         display.stop()

@@ -271,7 +271,7 @@ class ChatRollout(BaseRollout):
     def __init__(
         self,
         model: ChatModel,
-        env: Env,
+        env: Env | Mapping[str, Env],
         tokenizer: Tokenizer,
         limits: TokenLimits,
         schedule: ReplySchedule,
@@ -286,14 +286,14 @@ class ChatRollout(BaseRollout):
             ValueError: The environment describes its tools through the chat template.
         """
         super().__init__(env, tokenizer, limits, schedule, reward_fn, processor)
-        if self._tools:
+        if any(self._tools.values()):
             raise ValueError(
                 "config.policy.name is 'openai', and the environment describes its tools through "
                 "the chat template, which an endpoint does not share; expected a protocol with "
                 "tags, such as config.env.search.protocol='search_r1'."
             )
         self._model = model
-        self._opener = ""  # the endpoint applies a template
+        self._openers = dict.fromkeys(self._envs, "")  # the endpoint applies a template
 
     def __call__(
         self,
@@ -398,7 +398,8 @@ class ChatRollout(BaseRollout):
         elif episode.turns:
             messages.append({"role": "assistant", "content": episode.response})
             fields |= {"continue_final_message": True, "add_generation_prompt": False}
-        return self._model.generate_turn(messages, stops=self._env.stop_strings, sampling=fields)
+        stops = self._get_env(episode.task).stop_strings
+        return self._model.generate_turn(messages, stops=stops, sampling=fields)
 
     def _make_observation(self, turn: Turn) -> Content:
         """Return the observation after a turn, including images.
@@ -417,7 +418,7 @@ class ChatRollout(BaseRollout):
         """Step the environment; return a timeout result after `schedule.deadline_s` seconds."""
         reply = run_in_thread(lambda: self._step_episodes([sample.episode], [text]))
         if not wait([reply], timeout=self._schedule.deadline_s or None).done:
-            return self._make_timeout_result()
+            return self._make_timeout_result(sample.episode.task)
         [result] = reply.result()
         problem = ""
         if isinstance(result.observation, ToolResults):
@@ -427,7 +428,8 @@ class ChatRollout(BaseRollout):
                 "returned an image, which endpoints reject within an assistant message; set "
                 "config.policy.openai.continues_message to False"
             )
-        return make_failed_step(f"{type(self._env).__name__}.step {problem}") if problem else result
+        name = type(self._get_env(sample.episode.task)).__name__
+        return make_failed_step(f"{name}.step {problem}") if problem else result
 
 
 def _hash_seed(sampling: SamplingConfig, draw: Draw, sample: Sample) -> int:

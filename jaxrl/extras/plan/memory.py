@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 import os
 import pkgutil
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -463,8 +465,10 @@ def _plan_sampling(config: ResolvedConfig, model: Architecture, target: Target) 
     rows = cache.rows
     if "train" not in config.stages and config.eval.max_tasks:
         samples = 1 if {*config.eval.final_suites} == {"greedy"} else config.eval.samples
-        kind = "train" if config.tasks.eval.holdout else "eval"
-        num_sources = len(config.tasks[kind].sources) or 1
+        num_sources = 0
+        for environment in config.environments.values():
+            kind = "train" if environment.tasks.eval.holdout else "eval"
+            num_sources += len(environment.tasks[kind].sources) or 1
         rows = min(rows, num_sources * config.eval.max_tasks * samples)
     programs = row_sizes(target.platform, cache.rows, config.model.dtype)
     rows = next(size for size in programs if size >= rows)
@@ -707,15 +711,19 @@ def _frees_params(config: ResolvedConfig) -> bool:
 def _count_search_bytes(
     config: ResolvedConfig, target: Target
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the permanent and temporary memory of the search engine, in bytes."""
-    if (name := SEARCH_MEMORY.get(config.search.engine)) is None:
-        return {}, {}
-    count_search_bytes = pkgutil.resolve_name(name)
-    resident: dict[str, int]
-    resident, searching = count_search_bytes(
-        config, target.num_passages, target.num_local, target.platform
-    )
-    return resident, searching
+    """Return the permanent and temporary memory of the search engines, in bytes."""
+    environments = [e for e in config.environments.values() if e.has_search]
+    distinct = {json.dumps(e.search.to_dict(), sort_keys=True): e for e in environments}
+    totals: tuple[Counter[str], Counter[str]] = Counter(), Counter()
+    for environment in distinct.values():
+        if name := SEARCH_MEMORY.get(environment.search.engine):
+            count_search_bytes = pkgutil.resolve_name(name)
+            counts = count_search_bytes(
+                environment, target.num_passages, target.num_local, target.platform
+            )
+            for total, count in zip(totals, counts, strict=True):
+                total.update(count)
+    return dict(totals[0]), dict(totals[1])
 
 
 SEARCH_MEMORY = dict.fromkeys(("dense", "hybrid"), "jaxrl.extras.dense.memory:count_search_bytes")

@@ -59,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--model", metavar="DIR", help="default: what RUN trained")
     add("--step", type=int, metavar="N", help="checkpoint of the run; default: the last")
     add("--name", default="", help="model name; default: the last part of its path")
+    add("--environment", default="", metavar="NAME", help="needed if RUN has several")
     add("--rows", type=int, default=16, metavar="N", help="concurrent completions; default: 16")
     add("--queue", type=int, default=256, metavar="N", help="waiting completions; default: 256")
     add("--deadline_s", type=float, default=600.0, metavar="S",
@@ -112,6 +113,7 @@ def serve(arguments: argparse.Namespace, overrides: Sequence[str], display: Disp
                 step=arguments.step,
                 rows=arguments.rows,
                 name=arguments.name or name,
+                environment=arguments.environment,
                 keys=parse_overrides(overrides),
             )
         loaded.engine.compile(display.show_activity)

@@ -22,6 +22,7 @@ from jaxrl.builders.saved_run import (
     read_config,
     resolve_for_inference,
     resolve_weights_folder,
+    select_environment,
 )
 from jaxrl.config.schema import LOCAL_MODEL, default_config
 from jaxrl.data.tokenizer import Tokenizer
@@ -66,6 +67,7 @@ def load_model(
     step: int | None = None,
     rows: int = 16,
     name: str = "",
+    environment: str = "",
     keys: Mapping[str, Any] = MappingProxyType({}),
 ) -> LoadedModel:
     """Load the weights of a run or a model folder into an engine.
@@ -77,6 +79,7 @@ def load_model(
         step: Step of the run's checkpoint; the latest by default.
         rows: Number of completions to decode concurrently.
         name: Model name in requests and responses; the last part of `path` by default.
+        environment: Environment whose stop strings are the default, if the run has several.
         keys: Config keys to override, with their values.
 
     Raises:
@@ -84,7 +87,7 @@ def load_model(
     """
     # A run has a configuration; a model folder gets the default one.
     if is_run(path):
-        config = read_config(path)
+        config = select_environment(read_config(path), environment)
         config.update_from_flattened_dict(dict(keys))
         model = resolve_weights_folder(config, path, model, step)
     elif model is None and step is None:

@@ -1,0 +1,114 @@
+"""Environments of a run with several: `config.environments`, by name.
+
+An environment has a weight and overrides keys of the run's configuration, so each of them is a
+complete configuration of a run with one environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from jaxrl.config.keys import is_finite, reject_value
+from jaxrl.config.loading import check_keys, coerce_to_default_type
+from jaxrl.config.schema import KEYS, flatten_pairs
+
+SECTIONS = ("tasks", "prompt", "env", "search", "reward")
+"""Sections that an environment may override."""
+
+OTHER_KEYS = ("rollout.max_turns", "rollout.max_calls", "rollout.max_cost", "sft.source")
+"""Keys of other sections that an environment may override."""
+
+SHARED_KEYS = ("prompt.chat_template_kwargs", "env.step_deadline_s")
+"""Keys of these sections that apply to the entire run."""
+
+RESERVED_NAMES = ("all", "mean")
+"""Names of evaluation summaries, which no environment may have."""
+
+
+def is_environment_key(key: str) -> bool:
+    """Return True if an environment may override the key."""
+    return (key.split(".")[0] in SECTIONS or key in OTHER_KEYS) and key not in SHARED_KEYS
+
+
+def split_config(config: ConfigDict) -> dict[str, tuple[float, ConfigDict]]:
+    """Return the weight and the complete configuration of each environment, by name.
+
+    Raises:
+        ValueError: A name, a weight, a key or a value is invalid.
+    """
+    environments = {}
+    for name, values in config.environments.items():
+        section = f"environments.{name}"
+        if not re.fullmatch(r"[a-z]\w*", name, re.ASCII) or name in RESERVED_NAMES:
+            reject_value(
+                "environments", sorted(config.environments), "names such as 'search' or 'math'"
+            )
+        if not isinstance(values, Mapping):
+            reject_value(section, values, "a mapping of keys, such as {'weight': 0.5}")
+        pairs = flatten_pairs(dict(values))
+        repeated = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+        if repeated:
+            raise ValueError(f"config.{section} sets {repeated[0]} twice, nested and with dots.")
+        flat = dict(pairs)
+        weight = flat.pop("weight", 1.0)
+        if not (is_finite(weight) and weight > 0):
+            reject_value(f"{section}.weight", weight, "a number above 0")
+        check_keys(flat, source=f"config.{section}: ")
+        shared = [key for key in flat if not is_environment_key(key)]
+        if shared:
+            raise ValueError(
+                f"config.{section} sets {shared[0]}, which applies to the entire run; set "
+                f"config.{shared[0]}."
+            )
+        with name_environment(name):
+            for key, value in flat.items():
+                flat[key] = coerce_to_default_type(value, KEYS[key].default)
+                KEYS[key].check(key, flat[key])
+        environment = config.copy_and_resolve_references()
+        environment.environments = {}
+        environment.update_from_flattened_dict(flat)
+        environments[name] = (float(weight), environment)
+    return environments
+
+
+def expand_environments(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace `environments` in a flat configuration by keys `environments.<name>.<key>`."""
+    expanded = {key: value for key, value in flat.items() if key != "environments"}
+    for name, values in (flat.get("environments") or {}).items():
+        pairs = flatten_pairs(values) if isinstance(values, Mapping) else []
+        expanded |= {f"environments.{name}.{key}": value for key, value in pairs}
+    return expanded
+
+
+def split_environment_key(key: str) -> tuple[str, str]:
+    """Split a key of `expand_environments` into the environment's name, "" for none, and a key."""
+    match = re.match(r"environments\.(\w+)\.(.*)", key, re.DOTALL)
+    return (match[1], match[2]) if match else ("", key)
+
+
+@contextlib.contextmanager
+def name_environment(name: str) -> Iterator[None]:
+    """Name the environment in errors of the block; "" changes nothing."""
+    try:
+        yield
+    except (ValueError, FileNotFoundError) as error:
+        if not name or len(error.args) != 1:
+            raise
+        raise type(error)(_name_in_text(str(error), name)) from error
+
+
+def _name_in_text(text: str, name: str) -> str:
+    """Return a message whose keys are those of the environment."""
+
+    def rename(match: re.Match[str]) -> str:
+        section = f"config.environments.{name}." if is_environment_key(match[1]) else "config."
+        return section + match[1]
+
+    renamed = re.sub(r"\bconfig\.(?!environments\b)([a-z_0-9.]*[a-z_0-9])", rename, text)
+    return renamed if "config." in renamed else f"config.environments.{name}: {text}"
