@@ -425,3 +425,40 @@ def test_usage_is_read_with_an_evaluation(tmp_path):
     assert usage.usage.cost == 3.5  # seven searches, including the failed one
     write_results(path, {"step": 3}, "")
     assert read_usage(path) == UsageStats()
+
+
+def test_environments_have_rows_and_rewards_of_their_own():
+    def in_environment(name, source, reward, **fields):
+        played = make_trajectory(reward=reward, data_source=source, **fields)
+        task = dataclasses.replace(played.task, environment=name)
+        return dataclasses.replace(played, task=task)
+
+    got = summary(
+        [
+            in_environment("search", "nq", 2.0, parts=RIGHT),
+            in_environment("search", "nq", 1.0, parts=WRONG),
+            in_environment("search", "hotpot", 0.0, parts=WRONG),
+            in_environment("math", "nq", -1.0, parts={"math": -1.0, "exact_match": 0.0}),
+        ],
+        weights={"reward": 1.0},
+        tool_environments=["search"],
+    )
+    assert list(got.means) == [
+        *("all", "search", "math", "search/nq", "search/hotpot"),
+        "mean",  # over environments
+    ]
+    rewards = {name: means["reward"] for name, means in got.means.items()}
+    assert rewards == {
+        **{"all": 0.5, "search": 1.0, "math": -1.0, "mean": 0.0},
+        **{"search/nq": 1.5, "search/hotpot": 0.0},
+    }
+    assert got.means["search"]["exact_match"] == pytest.approx(1 / 3)
+    assert (got.weights["reward"], got.weights["exact_match"]) == (1.0, 0.0)
+    # Only the environment with tools has results to attribute answers to.
+    assert got.means["search"]["right_without_evidence"] == pytest.approx(1 / 3)
+    assert got.means["all"]["right_without_evidence"] == pytest.approx(1 / 3)
+    assert math.isnan(got.means["math"]["right_without_evidence"])
+    metrics = build_eval_metrics("greedy", got)
+    assert metrics["val-core/search/exact_match/greedy"] == pytest.approx(1 / 3)
+    assert metrics["val-aux/math/reward/greedy"] == -1.0
+    assert "exact match all 0.250, search 0.333, math 0.000" in format_suite_line("greedy", got)

@@ -130,9 +130,9 @@ def one_device_mesh():
 class Player:
     """An engine and tokenizer that play any environment with the same stop strings."""
 
-    def __init__(self, config, tokenizer, stop_strings, **settings):
+    def __init__(self, config, tokenizer, stop_strings, automaton=None, **settings):
         self.tokenizer = tokenizer
-        self.automaton = StopAutomaton(tokenizer.vocab_bytes, stop_strings)
+        self.automaton = automaton or StopAutomaton(tokenizer.vocab_bytes, stop_strings)
         defaults = {
             "chunk_tokens": 8,
             "max_prompt_tokens": ROOMY.max_prompt_tokens,

@@ -71,6 +71,8 @@ def check_rules(c: ResolvedConfig, *, needs_data: bool = True) -> None:
     Raises:
         ValueError: Keys conflict. The message names the key to change.
     """
+    if c.members:
+        _reject_first(c, _find_environment_conflicts(c))
     # Each of several environments has a complete configuration.
     for name, environment in c.environments.items():
         with name_environment(name):
@@ -82,9 +84,11 @@ def check_rules(c: ResolvedConfig, *, needs_data: bool = True) -> None:
                 _find_conflicts(environment),
                 _find_limit_conflicts(environment),
                 _find_missing_metric(environment),
-                _find_missing_values(environment, needs_data=needs_data),
             )
-    _reject_first(c, _find_suite_conflicts(c), _find_environment_conflicts(c) if c.members else ())
+    _reject_first(c, _find_suite_conflicts(c))
+    for name, environment in c.environments.items():
+        with name_environment(name):
+            _reject_first(environment, _find_missing_values(environment, needs_data=needs_data))
 
 
 def _reject_first(c: ResolvedConfig, *findings: Iterable[Finding]) -> None:

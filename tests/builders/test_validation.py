@@ -12,6 +12,7 @@ from configs import (
     bapo_small,
     dapo,
     dapo_small,
+    mixed_small,
     passk,
     passk_small,
     search_r1,
@@ -359,3 +360,54 @@ def test_reward_functions_are_named_by_their_last_part_where_unique():
     assert resolved(config).reward_weights == {
         f"{verl}.compute_score": 1.0, f"{verl}:compute_score": 2.0, "brevity": 3.0,
     }  # fmt: skip
+
+
+MATH_KEYS = "environments.math"
+
+
+@pytest.mark.parametrize(
+    ("key", "changes", "overrides"),
+    [
+        # Each environment is a configuration of its own.
+        (f"{MATH_KEYS}.tasks.train.source", {}, {"tasks.train.source": ""}),
+        (f"{MATH_KEYS}.reward.correct", {}, {"reward.correct": "f1"}),
+        (f"{MATH_KEYS}.rollout.max_calls", {"rollout.max_calls": 3}, {}),
+        (f"{MATH_KEYS}.sft.source", {}, {"sft.source": ""}),
+        ("optimizer.num_minibatches", {"optimizer.num_minibatches": 3}, {}),
+        # What several environments cannot share.
+        (f"{MATH_KEYS}.env.name", {}, {"env.name": "agents"}),
+        ("sft.source", {"sft.source": "all.jsonl"}, {}),
+        (
+            "advantage.reinforce_plus_plus.baseline",
+            {"advantage.name": "reinforce_plus_plus"},
+            {},
+        ),
+        ("advantage.name", {"advantage.name": "pass_at_k_entropy_guided"}, {}),
+        ("shaping.entropy_reward", {"shaping.entropy_reward": True}, {}),
+        ("kl.controller", {"kl.coef": 0.1, "kl.controller": "budget"}, {}),
+        ("kl.low_factor", {"kl.coef": 0.1, "kl.low_factor": 0.5}, {}),
+        ("shaping.overlong_max_tokens", {"shaping.overlong_buffer": 8}, {}),
+        ("eval.final_suites", {"eval.final_suites": ("random_search",)}, {"env.name": "search"}),
+    ],
+)
+def test_environments_that_do_not_fit_are_refused(key, changes, overrides):
+    config = mixed_small.get_config()
+    config.update_from_flattened_dict(changes)
+    environments = dict(config.environments)
+    environments["math"] = environments["math"] | overrides
+    if overrides.get("env.name") == "search":  # no environment has a corpus
+        environments["math"] |= {"search.engine": "empty", "reward.weights": {"f1": 1.0}}
+        environments["math"] |= {"reward.correct": "f1"}
+        environments["search"] = environments["search"] | {"search.engine": "empty"}
+    config.environments = environments
+    with pytest.raises(ValueError, match=rf"^config\.{key} is .*; expected "):
+        validate(config)
+
+
+def test_the_example_of_environments_is_valid():
+    c = validate(mixed_small.get_config())
+    search, math = c.environments.values()
+    assert (search.weight, math.weight) == (0.7, 0.3)
+    assert (search.reward_weights, math.reward_weights) == ({"exact_match": 1.0}, {"math": 1.0})
+    assert (search.has_tools, math.has_tools, c.has_tools) == (True, False, True)
+    assert rules.list_warnings(c) == []

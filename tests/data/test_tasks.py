@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from configs import debug_tiny
 from examples import tfds_tasks
 from jaxrl.builders.components import open_all_tasks
+from jaxrl.builders.resolved import resolve_names
 from jaxrl.builders.validation import validate
 from jaxrl.config import default_config
 from jaxrl.data import tasks as tasks_module
@@ -725,3 +726,70 @@ def test_a_run_trains_on_a_mixture_of_every_format(tiny_world, tmp_path, monkeyp
     } <= last.keys()
     # And what is generated alike for both is reported.
     assert any(note.startswith("warning: 2 of 4 held-out questions are") for note in parts.notes)
+
+
+def write_environments(folder, sizes, weights):
+    """Write training tasks `0`, `1`, ... for each source of each environment; return a config."""
+    environments = {}
+    for name, counts in sizes.items():
+        sources = []
+        for index, (count, weight) in enumerate(counts):
+            path = folder / f"{name}{index}.jsonl"
+            lines = (json.dumps({"id": f"{index}-{i}", "question": f"{name} {index} {i}?",
+                                 "answers": ["x"]}) for i in range(count))  # fmt: skip
+            path.write_text("\n".join(lines))
+            sources.append({"source": str(path), "weight": weight})
+        environments[name] = {"weight": weights[name], "tasks.train.sources": tuple(sources)}
+        environments[name] |= {"tasks.eval.source": str(path)}
+    config = default_config()
+    config.stages = ("train",)
+    config.environments = environments
+    return config
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    counts=st.lists(
+        st.lists(st.tuples(st.integers(1, 5), st.sampled_from([1.0, 0.25, 3.0])), min_size=1,
+                 max_size=2), min_size=2, max_size=3),
+    weights=st.lists(st.sampled_from([0.1, 0.3, 0.7, 1.0, 2.5]), min_size=3, max_size=3),
+    start=st.integers(0, 1000),
+    length=st.integers(1, 300),
+)  # fmt: skip
+def test_any_stretch_of_the_stream_follows_the_weights(
+    tmp_path_factory, counts, weights, start, length
+):
+    names = ("search", "math", "code")[: len(counts)]
+    weights = dict(zip(names, weights, strict=False))
+    folder = tmp_path_factory.mktemp("environments")
+    config = write_environments(folder, dict(zip(names, counts, strict=True)), weights)
+    tasks, held_out = open_all_tasks(resolve_names(config), print)
+    stream = Stream(tasks, seed=3)
+    drawn = stream.take(start, length)
+    num_sources = sum(map(len, counts))
+    for name in names:
+        share = weights[name] / sum(weights.values())
+        count = sum(task.environment == name for task in drawn)
+        # The counts up to each end are within the number of sources.
+        assert abs(count - share * length) <= 2 * num_sources
+    # The position decides each draw.
+    assert stream.take(start + length // 2, 1) == drawn[length // 2 : length // 2 + 1]
+    assert Stream(tasks, seed=3).take(start, length) == drawn
+    # Files with the same ids do not collide, and no environment has another's tasks.
+    assert len({task.id for task in tasks}) == len(tasks)
+    assert all(task.id.startswith(f"{task.environment}/") for task in (*tasks, *held_out))
+    assert all(task.question.startswith(f"{task.environment} ") for task in (*tasks, *held_out))
+
+
+def test_the_first_draws_of_two_environments_by_hand(tmp_path):
+    sizes = {"search": [(50, 1.0)], "math": [(50, 1.0)]}
+    config = write_environments(tmp_path, sizes, {"search": 0.7, "math": 0.3})
+    tasks, _ = open_all_tasks(resolve_names(config), print)
+    stream = Stream(tasks, seed=0)
+    # Of the first n draws, ceil(0.7 n) are of the first environment.
+    first = [task.environment for task in stream.take(0, 10)]
+    assert [first[:n].count("search") for n in range(1, 11)] == [1, 2, 3, 3, 4, 5, 5, 6, 7, 7]
+    assert stream.compute_metrics(10) == {
+        "tasks/search/taken": 7, "tasks/search/epochs": 7 / 50,
+        "tasks/math/taken": 3, "tasks/math/epochs": 3 / 50,
+    }  # fmt: skip

@@ -1,10 +1,16 @@
+import dataclasses
 import math
 
 import pytest
 
 from jaxrl.envs.base import CallRecord, Outcome
-from jaxrl.logs.metrics import compute_rollout_metrics, compute_search_metrics
-from tests.episodes import ANSWER, COMPUTE, SEARCH, make_failure, make_trajectory
+from jaxrl.logs.metrics import (
+    compute_environment_metrics,
+    compute_rollout_metrics,
+    compute_search_metrics,
+)
+from jaxrl.types import GroupStats
+from tests.episodes import ANSWER, COMPUTE, SEARCH, grouped, make_failure, make_trajectory
 
 
 class TestRolloutMetrics:
@@ -74,3 +80,46 @@ def test_search_metrics_by_hand():
         "timing_s/search/max": 1.0,
     }
     assert compute_search_metrics([python]) == {}
+
+
+def in_environment(name, trajectory):
+    task = dataclasses.replace(trajectory.task, environment=name)
+    return dataclasses.replace(trajectory, task=task)
+
+
+class TestEnvironmentMetrics:
+    def compute(self, trajectories, dropped=()):
+        stats = map(GroupStats.compute, grouped([*trajectories, *dropped]))
+        return compute_environment_metrics(trajectories, [*stats], max_response_tokens=8)
+
+    def test_by_hand(self):
+        trained = [
+            in_environment("search", make_trajectory(reward=1.0, parts={"exact_match": 1.0})),
+            in_environment("search", make_trajectory(reward=0.0, parts={"exact_match": 0.0})),
+            in_environment("math", make_trajectory(reward=-3.0, task_number=1)),
+            in_environment("math", make_failure(task_number=1)),
+        ]
+        dropped = [in_environment("math", make_trajectory(task_number=2))]
+        got = self.compute(trained, dropped)
+        assert (got["env/search/share"], got["env/math/share"]) == (0.5, 0.5)
+        assert got["env/search/critic/rewards/mean"] == 0.5
+        assert got["env/search/reward/exact_match/mean"] == 0.5
+        assert got["env/math/critic/rewards/mean"] == -3.0
+        assert got["env/math/outcome/environment_error"] == 0.5
+        assert "env/math/reward/exact_match/mean" not in got
+        assert got["env/math/rollout/partial_groups"] == 1
+        assert got["env/math/filter/all_wrong_share"] == 1.0  # also of the dropped group
+
+    def test_nothing_is_nan(self):
+        failed = [in_environment("math", make_failure()), in_environment("math", make_failure())]
+        dropped = [in_environment("code", make_trajectory(task_number=1))]
+        got = self.compute(failed, dropped)
+        assert all(map(math.isfinite, got.values()))
+        assert got["env/math/filter/failed_share"] == 1.0
+        assert got["env/code/share"] == 0.0
+        assert "env/math/critic/rewards/mean" not in got
+        assert "env/code/critic/rewards/mean" not in got
+        assert not any(name.startswith("env/search/") for name in got)  # no group in this step
+
+    def test_a_run_with_one_environment_has_none(self):
+        assert self.compute([make_trajectory()]) == {}

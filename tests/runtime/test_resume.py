@@ -163,6 +163,39 @@ def test_another_path_with_the_same_content_is_free(tmp_path):
     assert find_refused(tmp_path, changed, **moved) == ["tasks.train.source"]
 
 
+SEARCH = {"weight": 0.7, "tasks.train.source": "a.jsonl", "env.search.tools": ["my.tool"]}
+MIXTURE = {"environments": {"search": SEARCH, "math": {"env.name": "math"}}}
+
+
+@pytest.mark.parametrize(
+    ("now", "refused"),
+    [
+        (SEARCH | {"env.search.tools": ("my.tool",), "search.retries": 9}, []),
+        (SEARCH | {"weight": 0.6}, ["environments.search.weight"]),
+        (SEARCH | {"prompt.system": "new"}, ["environments.search.prompt.system"]),
+        ({**SEARCH, "tasks": {"train": {"source": "moved.jsonl"}}, "tasks.train.source": None}, []),
+    ],
+)
+def test_the_rule_of_an_overridden_key_applies_to_each_environment(tmp_path, now, refused):
+    content = {"environments.search.tasks.train.source": "1"}
+    begin(tmp_path, position={"contents": CONTENTS | content}, **MIXTURE)
+    now = {key: value for key, value in now.items() if value is not None}
+    changed = {"environments": {**MIXTURE["environments"], "search": now}}
+    assert find_refused(tmp_path, CONTENTS | content, **changed) == refused
+    if "tasks" in now:  # other tasks at the new path
+        other = CONTENTS | {"environments.search.tasks.train.source": "2"}
+        assert find_refused(tmp_path, other, **changed) == [*content]
+
+
+def test_another_set_of_environments_needs_consent(tmp_path):
+    begin(tmp_path, position={}, **MIXTURE)
+    alone = {"environments": {"search": SEARCH}}
+    assert find_refused(tmp_path, **alone) == ["environments.math.env.name"]
+    assert find_refused(tmp_path, environments={})
+    weights = {"environments": {**MIXTURE["environments"], "search": SEARCH | {"weight": 1.0}}}
+    assert find_refused(tmp_path, stages=("evaluate",), **weights) == []
+
+
 def test_new_keys_had_their_default_in_an_older_run(tmp_path):
     begin(tmp_path, position={})
     fields = json.loads((tmp_path / "config.json").read_text())

@@ -5,6 +5,7 @@ import gc
 import random
 import threading
 import time
+from functools import partial
 
 import jax
 import numpy as np
@@ -15,6 +16,7 @@ from jaxrl.runtime.preemption import Interrupted
 from jaxrl.sampling import rollout
 from jaxrl.sampling.episodes import ReplySchedule
 from jaxrl.sampling.interfaces import SamplingConfig, Seeds
+from jaxrl.sampling.stop_strings import StopAutomaton, join_automata
 from jaxrl.types import Draw, flatten_groups
 from tests.helpers import tiny_params
 from tests.toys import ROOMY, SMALL, Player, ScriptedEnv, script, toy_tokenizer
@@ -390,3 +392,74 @@ def test_unfinished_groups_survive_an_evaluation_but_not_a_rollback(player):
     back = unfinished(DRAWS, sampling(0, 3, stage=5))
     assert sum(group is None for group in back) == 3
     assert all(stage == 5 for stage, *_ in unfinished._unfinished)
+
+
+MIXED_STOPS = {"letters": STOPS, "vowels": ("a", "e", "io"), "none": ()}
+
+
+@pytest.fixture(scope="module")
+def mixed_player():
+    """A player whose sampler knows the stop strings of several environments."""
+    tokenizer = toy_tokenizer()
+    automata = join_automata(
+        [StopAutomaton(tokenizer.vocab_bytes, stops) for stops in MIXED_STOPS.values()]
+    )
+    sizes = {"num_rows": NUM_ROWS, "max_prompt_tokens": ROOMY.max_total_tokens}
+    player = Player(SMALL, tokenizer, (), chunk_tokens=4, automaton=automata[0], **sizes)
+    player.engine.set_weights(PARAMS)
+    return player, dict(zip(MIXED_STOPS, automata, strict=True))
+
+
+def in_environment(draw, name):
+    return dataclasses.replace(draw, task=dataclasses.replace(draw.task, environment=name))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES[1:])
+def test_a_mixture_samples_each_environment_as_if_alone(mixed_player, schedule):
+    player, automata = mixed_player
+    envs = {name: SlowEnv(stops, 0.01) for name, stops in MIXED_STOPS.items()}
+    names = [[*envs][i % 3] for i in range(len(DRAWS))]
+    draws = [in_environment(draw, name) for draw, name in zip(DRAWS, names, strict=True)]
+    make = partial(rollout.Rollout, player.engine)
+    mixture = make(envs, player.tokenizer, automata, ROOMY, schedule)
+    groups = mixture(draws, sampling())
+    for name, env in envs.items():
+        alone = make({name: env}, player.tokenizer, {name: automata[name]}, ROOMY, schedule)
+        own = [draw for draw in draws if draw.task.environment == name]
+        got = [group for group in groups if group.trajectories[0].task.environment == name]
+        assert_same(flatten_groups(got), flatten_groups(alone(own, sampling())), tolerance=5e-5)
+    # A turn ends only at its own environment's stop strings, also after an observation.
+    for group in groups:
+        stops = MIXED_STOPS[group.trajectories[0].task.environment]
+        for trajectory in group.trajectories:
+            assert trajectory.task == group.trajectories[0].task
+            for turn in trajectory.turns:
+                found = [stop for stop in stops if stop in turn.text]
+                assert not found or turn.text.endswith(tuple(found))
+    turns = [turn.text for t in flatten_groups(groups) for turn in t.turns[1:]]
+    assert any(set(text) & set(STOPS[:-1]) for text in turns)
+
+
+def test_a_failing_environment_affects_no_other(mixed_player):
+    player, automata = mixed_player
+
+    class Failing(SlowEnv):
+        def step(self, episodes, texts):
+            raise RuntimeError("down")
+
+    class Recording(SlowEnv):
+        def step(self, episodes, texts):
+            sent.extend((id(episode), len(episode.turns)) for episode in episodes)
+            return super().step(episodes, texts)
+
+    sent = []
+    envs = {"letters": Recording(STOPS), "vowels": Failing(MIXED_STOPS["vowels"])}
+    draws = [in_environment(draw, [*envs][i % 2]) for i, draw in enumerate(DRAWS)]
+    mixture = rollout.Rollout(player.engine, envs, player.tokenizer, automata, ROOMY)
+    trajectories = flatten_groups(mixture(draws, sampling()))
+    for trajectory in trajectories:
+        is_failing = trajectory.task.environment == "vowels"
+        assert trajectory.is_scored != (is_failing and trajectory.outcome != "out_of_budget")
+    assert len(sent) == len(set(sent))  # no turn of the other environment was sent twice
+    with pytest.raises(ValueError, match="has the environment ''; expected one of 'letters', 'vo"):
+        mixture(DRAWS[:1], sampling())

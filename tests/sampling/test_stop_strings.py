@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.sampling.stop_strings import StopAutomaton
+from jaxrl.sampling.stop_strings import StopAutomaton, join_automata
 
 TAGS = ("</search>", "</answer>")
 
@@ -87,3 +87,30 @@ def test_automaton_agrees_with_plain_search(vocab, stops, draws):
         assert len(before) < len(text) <= len(before) + len(vocab[ids[hit]])
         assert any(text.endswith(stop.encode()) for stop in stops)
         assert not any(stop.encode() in text[:-1] for stop in stops)
+
+
+@settings(max_examples=100)
+@given(
+    vocab=st.lists(st.sampled_from(ODD_TOKENS) | st.binary(max_size=2), min_size=1),
+    sets=st.lists(st.lists(st.sampled_from(TAGS), max_size=3), min_size=1, max_size=4),
+    draws=st.lists(st.integers(0, 2**16), max_size=30),
+)
+def test_joined_automata_match_only_their_own_strings(vocab, sets, draws):
+    alone = [StopAutomaton(vocab, stops) for stops in sets]
+    joined = join_automata(alone)
+    ids = [draw % len(vocab) for draw in draws]
+    assert len({id(automaton.next_state) for automaton in joined}) == 1
+    assert sum(map(len, {a.stop_strings: a.next_state for a in alone}.values())) == len(
+        joined[0].next_state
+    )
+    for own, shared in zip(alone, joined, strict=True):
+        hit = find_hit(own, ids)
+        state, seen = shared.start_state, None
+        for index, token in enumerate(ids):
+            if seen is None and shared.is_hit[state, token]:
+                seen = index
+            state = shared.next_state[state, token]
+        assert seen == hit
+        before = ids[:hit]
+        assert shared.compute_state(before) == own.compute_state(before) + shared.start_state
+        assert shared.truncate([vocab[i] for i in ids]) == own.truncate([vocab[i] for i in ids])

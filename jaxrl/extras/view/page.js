@@ -159,6 +159,20 @@ const CHARTS = [
   ["Warm-start loss", "nats per token", [["loss", "sft/loss"]], false, "sft"],
 ].map(([title, unit, lines, isMain, stage = "train"]) => ({ title, unit, lines, isMain, stage }));
 
+// Names of the environments of the visible runs that have several.
+const environments = () => unique(visibleRuns()
+  .flatMap((run) => (overview.runs[run].metrics.train || []).map((name) => /^env\/([^/]+)\/share$/.exec(name)))
+  .filter(Boolean).map(([, name]) => name));
+
+// The charts, after the first of them those of each environment.
+function allCharts() {
+  const own = environments().flatMap((name) => [
+    { ...CHARTS[0], title: `Reward: ${name}`, lines: [["reward", `env/${name}/critic/rewards/mean`]] },
+    { ...CHARTS[0], title: `Exact match: ${name}`, lines: [["exact match", `env/${name}/reward/exact_match/mean`]] },
+  ]);
+  return [CHARTS[0], ...own, ...CHARTS.slice(1)];
+}
+
 const MAX_CHARTS = 48;
 const WIDTH = 420, HEIGHT = 190, LEFT = 46, RIGHT = 10, TOP = 10, BOTTOM = 20;
 
@@ -311,18 +325,21 @@ function chart({ title, unit, lines, signs = [], isScore = false }) {
     seen.length ? small("Dashed: ", seen.slice(0, 3).map((one) => `${words(one.sign)} at ${one.step}`).join(", ")) : "");
 }
 
-function mainScores(run) {
-  const rows = overview.runs[run].scores.filter((row) => row.data_set === "all");
+function mainScores(run, dataSet = "all") {
+  const rows = overview.runs[run].scores.filter((row) => row.data_set === dataSet);
   const exact = rows.filter((row) => row.measure === "exact_match");
   return exact.length ? exact : rows.filter((row) => row.weight);
 }
 
 const isCurve = ({ lines }) => lines.some((line) => line.points.length > 1);
 
-// One chart per main measure, and with several runs per suite: then a color stands for a run.
+// One chart per main measure, also of each environment, and with several runs per suite: then a color
+// stands for a run.
 function scoreCharts() {
-  const rows = visibleRuns().flatMap((run) => mainScores(run).map((row) => ({ run, ...row })));
-  const title = ({ measure, suite }) => words(measure) + (isSingle() ? "" : `: ${suiteLabels()[suite]}`);
+  const rows = ["all", ...environments()].flatMap((name) => visibleRuns()
+    .flatMap((run) => mainScores(run, name).map((row) => ({ run, ...row }))));
+  const title = ({ measure, suite, data_set: name }) => [words(measure), name === "all" ? "" : name,
+    isSingle() ? "" : suiteLabels()[suite]].filter(Boolean).join(": ");
   return unique(rows.map(title)).map((name) => {
     const shown = rows.filter((row) => title(row) === name), suites = unique(shown.map((row) => row.suite));
     const lines = makeLines(suites.map((suite) => suiteLabels()[suite]), (run, i) => {
@@ -377,7 +394,7 @@ async function curvesView(query, isCurrent) {
     const mine = ++turn;
     keepHash("curves", [], [search]);
     const isSearch = search.value.trim() !== "";
-    const specs = isSearch ? searchMetrics(search.value) : CHARTS;
+    const specs = isSearch ? searchMetrics(search.value) : allCharts();
     const drawn = await metricCharts(specs.slice(0, MAX_CHARTS));
     if (!isCurrent() || mine !== turn) return;
     charts.replaceChildren(...isSearch ? [] : scoreCharts(), ...drawn);
@@ -474,7 +491,7 @@ function costsCard({ costs, times }) {
 async function overviewView(query, isCurrent) {
   const run = isSingle() || query.has("run") ? chosenRun(query) : null;
   update = async () => {
-    const metrics = CHARTS.filter((spec) => spec.isMain);
+    const metrics = allCharts().filter((spec) => spec.isMain);
     const charts = run === null || isSingle() ? [scoreCharts(), await metricCharts(metrics)].flat() : [];
     if (!isCurrent()) return;
     const content = run === null ? comparison() : runOverview(run);

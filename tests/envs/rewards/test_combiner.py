@@ -1,6 +1,7 @@
 """Weighted sums of reward parts; errors and deadlines, which never become a score."""
 
 import asyncio
+import dataclasses
 import sys
 import threading
 import time
@@ -8,7 +9,7 @@ import time
 import pytest
 
 from jaxrl.envs.base import Episode, OutageError, Reward, ScoredEpisode, Task, Turn
-from jaxrl.envs.rewards.combiner import RewardCombiner
+from jaxrl.envs.rewards.combiner import EnvironmentRewards, RewardCombiner
 from jaxrl.envs.rewards.functions import RewardFunction, detect_convention
 from jaxrl.utils.concurrency import DeadlineError, format_error_report
 
@@ -221,3 +222,26 @@ def test_a_field_that_tasks_lack_is_refused_before_the_run():
         combiner.check_task(TASK, "config.tasks.train.source")
     task = Task(id="1", question="?", metadata={"solution": 1.0})
     combiner.check_task(task, "config.tasks.train.source")
+
+
+def test_each_environment_pays_by_its_own_parts():
+    def in_environment(name, text):
+        episode = make_episode(text)
+        episode.episode.task = dataclasses.replace(TASK, environment=name)
+        return episode
+
+    rewards = EnvironmentRewards(
+        {
+            "search": make_combiner({"f1": 2.0}),
+            "math": make_combiner({"brevity": 1.0, "exact_match": 0.25}, brevity),
+        }
+    )
+    groups = [
+        [in_environment("math", "Paris"), in_environment("math", "It is Paris.")],
+        [],  # every episode failed
+        [in_environment("search", "Paris")],
+        [in_environment("math", "Oslo, or Paris?")],
+    ]
+    got = [[reward.total for reward in group] for group in rewards(groups)]
+    assert got == [[1.25, 0.25], [], [1.0], [0.25]]
+    assert rewards([[], []]) == [[], []]

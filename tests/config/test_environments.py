@@ -1,0 +1,80 @@
+"""The table `environments`: what it overrides, what it refuses, and its flat form."""
+
+import pytest
+
+from jaxrl.config.environments import (
+    expand_environments,
+    name_environment,
+    split_config,
+    split_environment_key,
+)
+from jaxrl.config.schema import default_config, flatten
+
+
+def configured(environments):
+    config = default_config().lock()
+    config.prompt.system = "shared"
+    config.environments = environments
+    return config
+
+
+def test_an_environment_overrides_keys_of_the_run():
+    config = configured(
+        {
+            "search": {"weight": 0.7, "tasks": {"train": {"source": "a"}}, "env.search.tools": []},
+            "math": {"env.name": "math", "prompt.system": "its own", "rollout.max_turns": 1},
+        }
+    )
+    (first, search), (second, math) = split_config(config).values()
+    assert (first, second) == (0.7, 1.0)
+    assert (search.tasks.train.source, math.tasks.train.source) == ("a", "")
+    assert (search.env.name, math.env.name) == ("search", "math")
+    assert (search.prompt.system, math.prompt.system) == ("shared", "its own")
+    assert (search.env.search.tools, search.environments) == ((), {})
+    assert config.env.name == "search"  # unchanged
+
+
+@pytest.mark.parametrize(
+    ("environments", "message"),
+    [
+        ({"Search": {}}, "names such as 'search'"),
+        ({"all": {}}, "names such as 'search'"),
+        ({"a": 3}, r"config.environments.a is 3; expected a mapping"),
+        ({"a": {"weight": 0}}, "config.environments.a.weight is 0; expected a number above 0"),
+        ({"a": {"weight": True}}, "config.environments.a.weight is True"),
+        ({"a": {"optimizer.lr": 0.1}}, "config.environments.a sets optimizer.lr, which applies"),
+        ({"a": {"env.step_deadline_s": 1.0}}, "sets env.step_deadline_s, which applies"),
+        ({"a": {"tasks.trian": ""}}, "there is no key config.tasks.trian"),
+        ({"a": {"env.name": 3}}, "config.environments.a.env.name is 3; expected a value of type"),
+        ({"a": {"env.name": "math", "env": {"name": "math"}}}, "sets env.name twice"),
+    ],
+)
+def test_invalid_tables_are_refused(environments, message):
+    with pytest.raises(ValueError, match=message):
+        split_config(configured(environments))
+
+
+def test_errors_name_the_key_of_the_environment():
+    def error_of(text, name="math"):
+        with pytest.raises(ValueError, match=r"no keys|is") as caught, name_environment(name):
+            raise ValueError(text)
+        return str(caught.value)
+
+    text = "config.tasks.train.source is ''; expected a path."
+    assert error_of(text) == f"config.environments.math.{text.removeprefix('config.')}"
+    assert error_of(text, "") == text
+    shared = "config.optimizer.lr is 0."
+    assert error_of(shared) == shared
+    assert error_of("no keys") == "config.environments.math: no keys"
+    named = "config.environments.math.env.name is 3"
+    assert error_of(named) == named
+
+
+def test_the_flat_form_has_a_key_per_override():
+    flat = flatten(configured({"a": {"weight": 2.0, "env": {"name": "math"}}}))
+    expanded = expand_environments(flat)
+    new = {"environments.a.weight": 2.0, "environments.a.env.name": "math"}
+    assert expanded.items() >= new.items()
+    assert expanded.keys() == flat.keys() - {"environments"} | new.keys()
+    assert split_environment_key("environments.a.env.name's file") == ("a", "env.name's file")
+    assert split_environment_key("env.name") == ("", "env.name")
