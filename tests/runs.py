@@ -245,12 +245,15 @@ def free_port():
 class Processes:
     """A job of `num` processes on this machine."""
 
-    def __init__(self, world, workdir, environment, num=2, of_the_last=None, **changes):
+    def __init__(
+        self, world, workdir, environment, num=2, of_the_last=None,
+        config="configs/debug_tiny.py", **changes,
+    ):  # fmt: skip
         settings = JOB_SETTINGS | changes
         others = [f"--config.{key}={value}" for key, value in (of_the_last or {}).items()]
         command = [
             *(sys.executable, "-m", "jaxrl.launch"),
-            *(f"--config=configs/debug_tiny.py:{world}", f"--workdir={workdir}"),
+            *(f"--config={config}:{world}", f"--workdir={workdir}"),
             *(f"--config.{key}={value}" for key, value in settings.items()),
         ]
         if num > 1:
