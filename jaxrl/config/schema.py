@@ -237,10 +237,9 @@ _ENTRIES: dict[str, Key] = {
     "prompt.chat_template_kwargs": Key({}, "Variables of the model's chat template, such as "
         "`{'enable_thinking': False}`.", example=False),
     # --------------------------------------------------------------------- environments
-    "environments": Key({}, "Several environments in one run, by name: mappings with `weight`, the "
-        "share of the tasks drawn (default 1), and keys of `tasks`, `prompt`, `env`, `search` and "
-        "`reward`, `rollout.max_turns`, `rollout.max_calls`, `rollout.max_cost` and `sft.source` "
-        "that differ from the run's. Empty: one environment.",
+    "environments": Key({}, "Several environments, by name: `weight` (default 1), and keys of "
+        "`tasks`, `prompt`, `env`, `search`, `reward`, and `rollout.max_turns`, "
+        "`rollout.max_calls`, `rollout.max_cost`, `sft.source`.",
         example={"weight": 0.5}, is_nested=True, restart=TRAINING),
     "env.name": Key("search", "`search`: questions with a search engine; `math`: problems in one "
         "turn; `agents`: programs that call the model over HTTP (extra `serve`); or the dotted "

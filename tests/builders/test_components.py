@@ -12,8 +12,9 @@ from configs import debug_tiny
 from jaxrl.builders.components import build_reply_schedule, filter_overlong_prompts
 from jaxrl.builders.environment import (
     build_environment,
-    build_random_search,
+    build_random_searches,
     build_search,
+    build_searches,
     check_documents,
 )
 from jaxrl.config import default_config
@@ -244,7 +245,7 @@ def test_random_documents_are_drawn_while_a_recording_answers(tmp_path):
     config.search.replay, config.eval.final_suites = "only", ("sampled", "random_search")
     assert resolved(config).needs_live_engine  # whose documents are drawn
     search = open_search(config, tmp_path)
-    drawn = build_random_search(resolved(config), search)
+    [drawn] = build_random_searches(resolved(config), {"": search}).values()
     assert search.run("bridge") == wanted
     result = drawn.run("bridge")
     assert result.count("Doc ") == 3
@@ -253,6 +254,27 @@ def test_random_documents_are_drawn_while_a_recording_answers(tmp_path):
     with pytest.raises(OutageError, match="has no result for the query 'tower'"):
         search.run("tower")
     assert len(search._recording) == 1
+
+
+def test_environments_with_the_same_search_share_one_engine(tmp_path):
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text(json.dumps({"id": "d", "title": "t", "text": "bridge"}))
+    config = default_config()
+    config.search.local.corpus = str(corpus)
+    config.environments = {
+        "first": {},
+        "second": {"rollout.max_turns": 1},
+        "other": {"search.local.topk": 1},
+        "mock": {"search.engine": "empty"},
+        "math": {"env.name": "math"},
+    }
+    c = resolved(config)
+    searches = build_searches(c, lambda _: None, None, lambda _: None)
+    assert [*searches] == ["first", "second", "other", "mock"]
+    assert searches["first"] is searches["second"] is not searches["other"]
+    assert [*build_random_searches(c, searches)] == ["first", "second", "other"]
+    with pytest.raises(ValueError, match="engine is 'empty', which has no documents"):
+        build_random_searches(c, {"mock": searches["mock"]})
 
 
 def test_a_retriever_is_probed_without_recording(tmp_path):

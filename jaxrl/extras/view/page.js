@@ -168,7 +168,7 @@ const environments = () => unique(visibleRuns()
 function allCharts() {
   const own = environments().flatMap((name) => [
     { ...CHARTS[0], title: `Reward: ${name}`, lines: [["reward", `env/${name}/critic/rewards/mean`]] },
-    { ...CHARTS[0], title: `Exact match: ${name}`, lines: [["exact match", `env/${name}/reward/exact_match/mean`]] },
+    { ...CHARTS[0], title: `Exact match in training: ${name}`, lines: [["exact match", `env/${name}/reward/exact_match/mean`]] },
   ]);
   return [CHARTS[0], ...own, ...CHARTS.slice(1)];
 }

@@ -131,3 +131,30 @@ def test_labels_stay_readable(tmp_path, open_page):
         "[...document.querySelectorAll('nav a')].map((e) => e.getClientRects()[0].height)"
     )
     assert max(heights) < 50
+
+
+@needs_chromium
+def test_each_environment_has_its_charts(tmp_path, open_page):
+    run = make_run(tmp_path / "run")
+
+    def add_environments(record):
+        if "critic/rewards/mean" not in record:
+            return record
+        rewards = {"search": record["critic/rewards/mean"] + 1, "math": -record["step"]}
+        metrics = {f"env/{name}/critic/rewards/mean": reward for name, reward in rewards.items()}
+        return {**record, **metrics, "env/search/share": 0.75, "env/math/share": 0.25}
+
+    change_records(run, add_environments)
+    for path in (run / "eval").glob("*.json"):
+        content = json.loads(path.read_text())
+        for suite, means in content["summary"].items():
+            means["search"] = {"exact_match": means["all"]["exact_match"] / 2}
+            content["intervals"][suite]["search"] = {"exact_match": [0.0, 1.0]}
+        path.write_text(json.dumps(content))
+    browser = open_page(run)
+    assert values(browser, "Reward") == {"reward": 0.75}
+    assert values(browser, "Reward: search") == {"reward": 1.75}
+    assert values(browser, "Reward: math") == {"reward": -5}
+    got = values(browser, "exact match: search")
+    assert got == {"sampled": 0.375, "search finds nothing": 0.125}
+    assert values(browser, "exact match: math") == {}
