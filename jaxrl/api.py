@@ -464,7 +464,8 @@ class Trainer:
         returns the same samples. A query without accepted answers has a reward of 0.
 
         Args:
-            query: Question, a chat as dicts with `role` and `content`, or a task.
+            query: Question, a chat as dicts with `role` and `content`, or a task. With several
+                environments, a task that names one.
             max_tokens: Maximum number of sampled tokens, at most `rollout.max_response_tokens`,
                 which is the default.
             temperature: Sampling temperature; 0 is greedy. Default: `rollout.temperature`.

@@ -676,21 +676,22 @@ def select_sampling_kinds(c: ResolvedConfig) -> list[str]:
 def open_all_tasks(c: ResolvedConfig, show: Show) -> tuple[Mixture[Task], Mixture[Task]]:
     """Open the training and held-out tasks that the configured stages read.
 
-    The weight of an environment is divided among its sources.
+    The weight of an environment is divided among its training sources.
     """
+    if not c.members:
+        return _open_tasks(c, show)
     splits: tuple[list[Source[Task]], list[Source[Task]]] = [], []
-    for name, environment in c.environments.items():
+    for name, environment in c.members.items():
         with name_environment(name):
-            opened = _open_tasks(environment, show)
-        for split, mixture in zip(splits, opened, strict=True):
-            if not name:
-                split += mixture.sources
-                continue
-            weights = [Fraction(str(source.weight)) for source in mixture.sources]
-            for source, weight in zip(mixture.sources, weights, strict=True):
-                share = Fraction(str(environment.weight)) * weight / sum(weights)
-                full_name = name if len(weights) == 1 else f"{name}/{source.name}"
-                split.append(dataclasses.replace(source, weight=share, name=full_name))
+            tasks, eval_tasks = _open_tasks(environment, show)
+        total = sum(Fraction(str(source.weight)) for source in tasks.sources)
+        for split, mixture in zip(splits, (tasks, eval_tasks), strict=True):
+            for source in mixture.sources:
+                weight = source.weight
+                if mixture is tasks:
+                    weight = Fraction(str(environment.weight)) * Fraction(str(weight)) / total
+                full_name = name if len(mixture.sources) == 1 else f"{name}/{source.name}"
+                split.append(dataclasses.replace(source, weight=weight, name=full_name))
     return Mixture(splits[0]), Mixture(splits[1])
 
 

@@ -762,6 +762,8 @@ def explain_unknown_key(key: str, *, in_file: bool = False) -> str:
     )
     if mapping_key is not None:
         name, value = key.removeprefix(f"{mapping_key}."), MAPPING_EXAMPLES[mapping_key]
+        if mapping_key == "environments":  # a name contains no dot
+            name = name.partition(".")[0]
         mapping = f"{{{name!r}: {value}}}"
         example = mapping if in_file else f'--config.{mapping_key}="{mapping}"'
         return f"config.{mapping_key} takes a mapping; set it as a whole, such as {example}."

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from jaxrl.config.environments import expand_environments
 from jaxrl.config.schema import default_config, flatten
 from jaxrl.extras.view.reader import Evaluation, RunReader, as_dict, as_list
 from jaxrl.logs.results import SUITE_LABELS, compute_weighted_reward, is_exact_match_only
@@ -323,7 +324,7 @@ def list_config_rows(run: RunReader) -> list[tuple[str, Any, Any, bool]]:
     defaults = flatten(default_config())
     return [
         (key, value, defaults.get(key), _dumps(value) != _dumps(defaults.get(key)))
-        for key, value in run.config.items()
+        for key, value in expand_environments(run.config).items()
     ]
 
 
@@ -346,7 +347,7 @@ def group_runs(runs: Sequence[RunReader], ignore: Sequence[str] = ()) -> list[di
 
     def get_comparable_config(run: RunReader) -> dict[str, Any]:
         # Keys that are missing from the run's config had default values.
-        config = defaults | run.config if run.config else {}
+        config = expand_environments(defaults | run.config) if run.config else {}
         names = ("seed", *ignore)
         return {
             key: value

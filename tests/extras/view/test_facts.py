@@ -138,6 +138,19 @@ class TestComparison:
             (run / "config.json").unlink()
         assert len(facts.group_runs(view(*runs).runs)) == 3
 
+    def test_environments_are_compared_key_by_key(self, tmp_path):
+        changes = [
+            {"environments": {"a": {"weight": w}, "b": {"env.name": "math"}}} for w in (1, 2)
+        ]
+        runs = [make_run(tmp_path / str(i), **settings) for i, settings in enumerate(changes)]
+        readers = view(*runs).runs
+        settings = [group["settings"] for group in facts.group_runs(readers)]
+        assert settings == [["environments.a.weight=1"], ["environments.a.weight=2"]]
+        rows = {
+            key: (value, changed) for key, value, _, changed in facts.list_config_rows(readers[0])
+        }
+        assert rows["environments.b.env.name"] == ("math", True)
+
     def test_means_are_over_the_finished_seeds(self, tmp_path):
         # Three of four, two of four, and one that was killed on the way.
         lasts = (LAST, FIRST[:1] + LAST[1:3] + FIRST[3:], LAST)
