@@ -504,10 +504,7 @@ def _find_environment_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
         yield "sft.source", "'' with environments: each of them sets its own"
     # Methods that compare or average over groups would compare different environments.
     reason = "with environments: it compares groups with each other, not only within a group"
-    advantage = c.advantage.name
-    if advantage == "reinforce_plus_plus" and not c.advantage.reinforce_plus_plus.baseline:
-        yield "advantage.reinforce_plus_plus.baseline", f"True {reason}"
-    if advantage == "pass_at_k_entropy_guided":
+    if c.advantage.name in ("reinforce_plus_plus", "pass_at_k_entropy_guided"):
         yield "advantage.name", f"another estimator {reason}"
     shaping, kl = c.shaping, c.kl
     if shaping.entropy_reward:

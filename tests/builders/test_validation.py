@@ -377,11 +377,7 @@ MATH_KEYS = "environments.math"
         # What several environments cannot share.
         (f"{MATH_KEYS}.env.name", {}, {"env.name": "agents"}),
         ("sft.source", {"sft.source": "all.jsonl"}, {}),
-        (
-            "advantage.reinforce_plus_plus.baseline",
-            {"advantage.name": "reinforce_plus_plus"},
-            {},
-        ),
+        ("advantage.name", {"advantage.name": "reinforce_plus_plus"}, {}),
         ("advantage.name", {"advantage.name": "pass_at_k_entropy_guided"}, {}),
         ("shaping.entropy_reward", {"shaping.entropy_reward": True}, {}),
         ("kl.controller", {"kl.coef": 0.1, "kl.controller": "budget"}, {}),

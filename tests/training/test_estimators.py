@@ -251,3 +251,29 @@ def test_a_user_estimator_is_traced_again(tmp_path, monkeypatch):
     assert advantage() == 2.0
     monkeypatch.setattr("share.OF_REWARD", 3.0)
     assert advantage() == 6.0
+
+
+PER_GROUP = ("grpo", "rloo", "pass_at_k", "pass_at_k_combination", "pass_at_k_exceeding")
+PER_GROUP += ("pass_at_k_full_sampling",)
+
+
+@pytest.mark.parametrize("name", PER_GROUP)
+def test_an_environment_does_not_change_the_advantages_of_another(name):
+    rng = np.random.default_rng(0)
+
+    def sample_group(number, scale):
+        rewards = scale * rng.integers(0, 3, 4)
+        return [
+            dataclasses.replace(
+                make_trajectory(reward=float(reward), task_number=number, sample_index=i),
+                is_correct=bool(reward > 0),
+            )
+            for i, reward in enumerate(rewards)
+        ]
+
+    for _ in range(10):
+        # The rewards of the second environment are larger by orders of magnitude.
+        first, second = sample_group(0, 1.0), sample_group(1, 1000.0)
+        mixed = estimate(name, [*first, *second], k=2)
+        alone = [*estimate(name, first, k=2), *estimate(name, second, k=2)]
+        np.testing.assert_allclose(mixed, alone, atol=1e-5)
