@@ -18,7 +18,7 @@ from jaxrl.training.collect import (
 )
 from jaxrl.training.controllers import Controllers, SkipSet, StageGate
 from jaxrl.training.failures import FailureCounter
-from jaxrl.types import Group, flatten_groups, replace_fields
+from jaxrl.types import Group, GroupStats, flatten_groups, replace_fields
 from tests import helpers
 from tests.episodes import NumberedTasks, in_turns, make_failure, make_trajectory, strayed
 
@@ -316,3 +316,22 @@ def test_unfinished_groups_are_given_again_and_only_the_missing_ones_drawn():
     assert (second.in_flight_tasks, second.num_tasks_taken) == ([3], 5)
     saved = json.loads(json.dumps(second.to_json()))
     assert CollectedGroups.from_json(saved).in_flight_tasks == [3]
+
+
+@pytest.mark.parametrize("name", ["", "math"])
+def test_saved_groups_keep_their_environment(name):
+    trajectory = make_member(True)
+    task = dataclasses.replace(trajectory.task, environment=name)
+    group = Group(trajectories=(dataclasses.replace(trajectory, task=task),))
+    collected = CollectedGroups(
+        groups=[group],
+        buffered_groups=[],
+        num_tasks_taken=1,
+        sampled_stats=[GroupStats.compute(group)],
+        metrics={},
+    )
+    text = json.dumps(collected.to_json())
+    assert ('environment"' in text) == bool(name)  # a run with one environment saves no name
+    restored = CollectedGroups.from_json(json.loads(text))
+    assert restored.groups[0].trajectories[0].task == task
+    assert restored.sampled_stats == collected.sampled_stats
