@@ -106,3 +106,24 @@ def test_names_of_the_wrong_kind_and_bare_names_are_refused(hub, world):
             download_files(resolve_names(named(world, **{key: name})))
     with pytest.raises(FileNotFoundError, match=r"^[^\n]*write 'hf://Qwen/Qwen3-0\.6B'\.$"):
         read_architecture("Qwen/Qwen3-0.6B")
+
+
+def test_environments_read_local_files_and_record_their_names(hub, world):
+    config = named(world)
+    moved = ("sft.source", "tasks.train.sources", "tasks.eval.source")
+    search = {"weight": 0.5, **{key: flatten(config)[key] for key in moved}}
+    config.update_from_flattened_dict({"sft.source": "", "tasks.train.sources": ()})
+    config.tasks.eval.source = ""
+    math = {"env.name": "math", **search, "tasks.train": {"split": "train"}}
+    config.environments = {"search": search, "math": math}
+    c = download_files(resolve_names(config))
+    data = hub._find("datasets/org/people", "main")[0]
+    for name, environment in c.members.items():
+        [source] = environment.task_sources["train"]
+        assert (Path(source.source).is_file(), source.environment) == (True, name)
+        values = recorded(c)["environments"][name]
+        assert values["sft.source"] == f"hf://datasets/org/people@{data}/demonstrations.jsonl"
+        assert f"environments.{name}.sft.source" in compute_fingerprints(c)
+    hub.push("datasets/org/people", dict.fromkeys(hub.commits["datasets/org/people"][0], b"{}"))
+    again = download_files(resolve_names(config), recorded(c))
+    assert recorded(again)["environments"] == recorded(c)["environments"]
