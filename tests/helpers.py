@@ -25,10 +25,12 @@ from jaxrl.config.keys import ExtraKeys
 from jaxrl.config.schema import EXTRA_KEYS, KEYS, default_config
 from jaxrl.extras.experts.qwen_moe import QwenMoeConfig
 from jaxrl.models import kv_cache
+from jaxrl.models.attention.kernels import find_reads
 from jaxrl.models.attention.reference import XLA, attend_pages
 from jaxrl.models.layers import LayerScan, SamplerLayerScan, prepare_sampler_weights
 from jaxrl.models.output import LOGIT_CAPACITIES
 from jaxrl.models.qwen import QwenConfig
+from jaxrl.models.recurrence import make_recur
 from jaxrl.objectives.aggregation import AGGREGATIONS, token_weights
 from jaxrl.runtime.sharding import num_batch_shards
 from jaxrl.training.estimators import AdvantageEstimator
@@ -226,9 +228,9 @@ def gather(batch, values, index):
 def full_pass(config, params, token_ids, positions, segment_ids, *, remat="none", scan=True):
     """Return the final hidden states of packed rows, with XLA's attention."""
     attend = XLA.make_attend(segment_ids, positions)
-    return config.hidden_states(
-        params, token_ids, positions, attend, LayerScan(remat=remat, scan=scan)
-    )
+    recur = make_recur(config.state_specs, find_reads(segment_ids, positions)[:, 0])
+    layer_scan = LayerScan(remat=remat, scan=scan, recur=recur)
+    return config.hidden_states(params, token_ids, positions, attend, layer_scan)
 
 
 def read_tokens(config, weights, cache, tables, start, counts, token_ids):

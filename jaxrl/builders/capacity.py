@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,17 +102,19 @@ def samples_during_update(config: ResolvedConfig) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheSizes:
-    """Size of the sampler's KV cache on one device.
+    """Size of the sampler's cache on one device.
 
     Attributes:
         rows: Number of trajectories decoded in parallel.
         pages_per_row: Number of pages for a trajectory of maximum length.
         page_bytes: Size of a page in bytes, summed over all layers.
+        row_state_bytes: Size of a row's state in recurrent layers, in bytes.
     """
 
     rows: int
     pages_per_row: int
     page_bytes: int
+    row_state_bytes: int = 0
 
     @classmethod
     def compute(
@@ -124,12 +127,21 @@ class CacheSizes:
     ) -> CacheSizes:
         """Compute the sizes for pages of `page_tokens` tokens. The mesh may be abstract."""
         heads = model.num_kv_heads // mesh.shape["tensor"]
-        values = 2 * model.num_layers * heads * model.head_dim
+        values = 2 * model.num_attention_layers * heads * model.head_dim
+        state_bytes = sum(
+            math.prod(spec.shape) * spec.dtype.itemsize for spec in model.state_specs.values()
+        )
         return cls(
             rows=config.rollout.max_num_seqs // count_sampling_shards(config, mesh, num_processes),
             pages_per_row=count_pages(config.context_tokens, page_tokens),
             page_bytes=page_tokens * values * jnp.dtype(config.model.dtype).itemsize,
+            row_state_bytes=model.num_recurrent_layers * state_bytes // mesh.shape["tensor"],
         )
+
+    @property
+    def num_states(self) -> int:
+        """Number of states: of each row, and as many of prompts and waiting rows."""
+        return 2 * self.rows
 
     @property
     def max_pages(self) -> int:
@@ -144,11 +156,12 @@ class CacheSizes:
         update.
 
         Raises:
-            ValueError: The configured cache is too small for one trajectory.
+            ValueError: The configured cache is too small for one trajectory and all states.
         """
         if not config.rollout.cache_gib:
             return self.max_pages if platform == "cpu" or samples_during_update(config) else None
-        pages = int(config.rollout.cache_gib * GIB) // self.page_bytes
+        states_bytes = self.num_states * self.row_state_bytes
+        pages = (int(config.rollout.cache_gib * GIB) - states_bytes) // self.page_bytes
         if pages < self.pages_per_row:
             raise ValueError(
                 f"config.rollout.cache_gib={config.rollout.cache_gib} cannot hold one trajectory "

@@ -618,6 +618,7 @@ def build_engine(
         eos_ids=tokenizer.eos_ids,
         num_rows=rollout.max_num_seqs // jax.process_count(),
         num_pages=num_pages,
+        num_states=cache.num_states,
         max_prompt_tokens=c.prompt_tokens,
         max_total_tokens=length,
         chunk_tokens=rollout.chunk_tokens,

@@ -21,6 +21,7 @@ from jaxrl.models.attachments import Tower
 from jaxrl.models.aux_arrays import Statistics, TokenArraySpec
 from jaxrl.models.layers import Attend, LayerScan, SamplerLayerScan, Stacks
 from jaxrl.models.params import ParamSpec, split_params
+from jaxrl.models.recurrence import StateSpecs
 from jaxrl.types import Params
 from jaxrl.utils.callables import is_user_code
 
@@ -88,6 +89,7 @@ class Architecture(ABC):
     head_dtype: str = ""  # dtype of the output layer's matmul; "": the compute dtype
     num_experts: int = 0  # experts per MoE layer; `mesh.expert` splits them
     tower: Tower | None = None  # encoder of attachments such as images; None in a text model
+    recurrent_entry: str = ""  # entry of `blocks` that recurrent layers have; "" if there are none
 
     @property
     def program_key(self) -> Hashable:
@@ -183,6 +185,21 @@ class Architecture(ABC):
         """Return the layer indices of each `blocks` entry that only some layers have."""
         return {}
 
+    @property
+    def state_specs(self) -> StateSpecs:
+        """Return the state of one sequence in a recurrent layer; {} if there are no such layers."""
+        return {}
+
+    @property
+    def num_recurrent_layers(self) -> int:
+        """Return the number of layers with a state instead of keys and values."""
+        return len(self.partial_stacks.get(self.recurrent_entry, ()))
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Return the number of layers with keys and values, at least 1."""
+        return self.num_layers - self.num_recurrent_layers
+
     @classmethod
     @abstractmethod
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> Architecture:
@@ -227,6 +244,10 @@ class Architecture(ABC):
         """
         return ()
 
+    def hf_copied_prefixes(self) -> tuple[str, ...]:
+        """Return the prefixes of HF tensors outside the model that an export copies unchanged."""
+        return ()
+
     def hf_tied_names(self) -> dict[str, str]:
         """Return HF tensors that are redundant in some folders, mapped to their originals."""
         return {}
@@ -260,7 +281,7 @@ class Architecture(ABC):
 
         With attachments, `layer_scan.aux.inputs` holds the arrays of `Tower.input_arrays`, whose
         positions replace `positions`, and `layer_scan.aux.attached` the arguments `patches` and
-        `coords` of `Tower.encode`.
+        `coords` of `Tower.encode`. A recurrent layer calls `layer_scan.recur` instead of `attend`.
 
         Args:
             params: Parameters, or their `weights_for_training`.
@@ -295,8 +316,8 @@ class Architecture(ABC):
             weights: Result of `weights_for_decoding`.
             token_ids: Token ids.
             positions: Position of each token in its sequence.
-            layer_scan: Loop over `blocks`. It passes each layer a causal `attend`, which the layer
-                must call exactly once.
+            layer_scan: Loop over `blocks`. It passes each layer a causal `attend`, or `recur` if it
+                has the entry `recurrent_entry`; the layer must call it exactly once.
         """
 
     @abstractmethod

@@ -37,7 +37,7 @@ from jaxtyping import Array, Float, Int
 from jaxrl.models.architecture import Architecture, Attend
 from jaxrl.models.attention import reference
 from jaxrl.models.aux_arrays import AuxArrays
-from jaxrl.models.layers import LayerScan, SamplerLayerScan
+from jaxrl.models.layers import LayerScan, Mixer, SamplerLayerScan
 from jaxrl.models.rope_scaling import ROPE_SCALINGS, RopeScaling
 from jaxrl.types import Params
 
@@ -174,7 +174,8 @@ class Block(nnx.Module):
 
     def __init__(self, config: Decoder, *, rngs: nnx.Rngs):
         self.input_norm = nnx.RMSNorm(config.width, rngs=rngs)
-        self.attention = Attention(config, rngs=rngs)
+        for name, module in config.declare_mixers(rngs).items():
+            setattr(self, name, module)
         self.post_attention_norm = nnx.RMSNorm(config.width, rngs=rngs)
         for name, module in config.declare_feed_forward(rngs).items():
             setattr(self, name, module)
@@ -251,11 +252,11 @@ The sines for the first half are negative.
 
 def compute_rope_angles(positions: Int[Array, "*M"], config: Decoder) -> Angles:
     """Compute rotary angles from positions `[M]`, or from one position per pair `[M, H / 2]`."""
-    half, scaling = config.head_dim // 2, config.rope_scaling
+    half, scaling = config.rotary_dim // 2, config.rope_scaling
     if scaling is None:
         frequency = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     else:
-        frequency = jnp.asarray(scaling.compute_frequencies(config.head_dim, config.rope_theta))
+        frequency = jnp.asarray(scaling.compute_frequencies(config.rotary_dim, config.rope_theta))
     angle = positions.reshape(len(positions), 1, -1).astype(jnp.float32) * frequency
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     if scaling is not None:
@@ -388,6 +389,8 @@ LAST_HF_NAMES = {"norm/scale": "model.norm.weight", "lm_head/kernel": "lm_head.w
 
 OUTPUT_AXES = {"lm_head": {"kernel": ("width", "vocab")}}
 
+SCALE_AXES = {"scale": ("layer", None)}
+
 
 def linear_axes(inputs: str, outputs: str, has_bias: bool = False) -> dict[str, Any]:
     """Return the axis names of a stacked linear layer."""
@@ -440,6 +443,15 @@ class Decoder(Architecture):
     rope_scaling: RopeScaling | None = None
     head_dtype: str = ""  # dtype of the output layer's matmul; "": the compute dtype
 
+    @property
+    def rotary_dim(self) -> int:
+        """Return the number of leading values of a head that rotary embeddings rotate."""
+        return self.head_dim
+
+    def declare_mixers(self, rngs: nnx.Rngs) -> dict[str, nnx.Module]:
+        """Declare the modules of a layer that mix tokens, by parameter name."""
+        return {"attention": Attention(self, rngs=rngs)}
+
     @abstractmethod
     def declare_feed_forward(self, rngs: nnx.Rngs) -> dict[str, nnx.Module]:
         """Declare the feed-forward modules of a layer, by parameter name."""
@@ -451,6 +463,10 @@ class Decoder(Architecture):
     @abstractmethod
     def feed_forward_axes(self) -> dict[str, Any]:
         """Return the `logical_axes` of `declare_feed_forward`'s parameters."""
+
+    def mixer_hf_names(self) -> dict[str, str]:
+        """Return the `hf_names` of `declare_mixers`' parameters other than attention's."""
+        return {}
 
     @abstractmethod
     def feed_forward_hf_names(self) -> dict[str, str]:
@@ -497,25 +513,28 @@ class Decoder(Architecture):
 
     def logical_axes(self) -> dict[str, Any]:
         """Return the axis names, which are resolved by `sharding.LOGICAL_AXIS_RULES`."""
-        scale = {"scale": ("layer", None)}
-        attention = {
-            "q": linear_axes("width", "heads", self.qkv_bias),
-            "k": linear_axes("width", "heads", self.qkv_bias),
-            "v": linear_axes("width", "heads", self.qkv_bias),
-            "o": linear_axes("heads", "width", self.output_bias),
-            **({"q_norm": scale, "k_norm": scale} if self.qk_norm else {}),
-        }
         axes = {
             "embed": {"embedding": ("vocab", "width")},
             "blocks": {
-                "input_norm": scale,
-                "attention": attention,
-                "post_attention_norm": scale,
+                "input_norm": SCALE_AXES,
+                **self.mixer_axes(),
+                "post_attention_norm": SCALE_AXES,
                 **self.feed_forward_axes(),
             },
             "norm": {"scale": (None,)},
         }
         return axes if self.tie_embeddings else {**axes, **OUTPUT_AXES}
+
+    def mixer_axes(self) -> dict[str, Any]:
+        """Return the `logical_axes` of `declare_mixers`' parameters."""
+        attention = {
+            "q": linear_axes("width", "heads", self.qkv_bias),
+            "k": linear_axes("width", "heads", self.qkv_bias),
+            "v": linear_axes("width", "heads", self.qkv_bias),
+            "o": linear_axes("heads", "width", self.output_bias),
+            **({"q_norm": SCALE_AXES, "k_norm": SCALE_AXES} if self.qk_norm else {}),
+        }
+        return {"attention": attention}
 
     def init_extra_state(self, aux: AuxArrays, num_tokens: int) -> Any:
         """Return the initial extra state that the layers update, or None."""
@@ -535,7 +554,7 @@ class Decoder(Architecture):
         layer: Params,
         carry: tuple[Float[Array, "M D"], Any],
         angles: Angles,
-        attend: Attend,
+        mixer: Mixer,
         aux: AuxArrays,
     ) -> tuple[Float[Array, "M D"], Any]:
         """Compute one layer for M tokens of concatenated rows.
@@ -543,21 +562,31 @@ class Decoder(Architecture):
         The matmuls are 2-D by 2-D, because 3-D by 2-D matmuls are several times slower on a CPU.
         """
         x, extra_state = carry
-        weights = layer["attention"]
-        normed = rms_norm(x, layer["input_norm"]["scale"], self.rms_norm_eps)
-        q, k, v = (checkpoint_name(linear(weights[name], normed), name) for name in "qkv")
-        q, k, v = (x.reshape(x.shape[0], -1, self.head_dim) for x in (q, k, v))
-        if self.qk_norm:
-            q = rms_norm(q, weights["q_norm"]["scale"], self.rms_norm_eps)
-            k = rms_norm(k, weights["k_norm"]["scale"], self.rms_norm_eps)
-        q, k = rope(q, angles), rope(k, angles)
-        with jax.named_scope("attention"):
-            attended = attend(q, k, v).reshape(x.shape[0], self.num_heads * self.head_dim)
-        x = x + checkpoint_name(linear(weights["o"], attended), "o")
-        normed = rms_norm(x, layer["post_attention_norm"]["scale"], self.rms_norm_eps)
+        normed = self.norm(x, layer["input_norm"]["scale"])
+        x = x + checkpoint_name(self.mix_tokens(layer, normed, angles, mixer), "o")
+        normed = self.norm(x, layer["post_attention_norm"]["scale"])
         with jax.named_scope("mlp"):
             residual, extra_state = self.feed_forward_with_aux(layer, normed, extra_state, aux)
         return x + residual, extra_state
+
+    def norm(self, x: Float[Array, "... D"], scale: Float[Array, " D"]) -> Float[Array, "... D"]:
+        """Apply RMSNorm."""
+        return rms_norm(x, scale, self.rms_norm_eps)
+
+    def mix_tokens(
+        self, layer: Params, x: Float[Array, "M D"], angles: Angles, attend: Mixer
+    ) -> Float[Array, "M D"]:
+        """Compute a layer's attention residual from the normalized states of M tokens."""
+        weights = layer["attention"]
+        q, k, v = (checkpoint_name(linear(weights[name], x), name) for name in "qkv")
+        q, k, v = (x.reshape(x.shape[0], -1, self.head_dim) for x in (q, k, v))
+        if self.qk_norm:
+            q = self.norm(q, weights["q_norm"]["scale"])
+            k = self.norm(k, weights["k_norm"]["scale"])
+        q, k = rope(q, angles), rope(k, angles)
+        with jax.named_scope("attention"):
+            attended = attend(q, k, v).reshape(x.shape[0], self.num_heads * self.head_dim)
+        return linear(weights["o"], attended)
 
     def weights_for_training(self, params: Params, dtype: DTypeLike) -> Params:
         """Cast the weights, except those whose gradients are summed over tokens in float32.
@@ -625,14 +654,16 @@ class Decoder(Architecture):
 
         def layer(carry: Carry, weights: Params) -> Carry:
             state, layer_index = carry
-            x, extra_state = self._block(weights, state, angles, attend, aux)
+            is_recurrent = self.recurrent_entry in weights
+            mixer: Any = layer_scan.recur if is_recurrent else attend
+            x, extra_state = self._block(weights, state, angles, mixer, aux)
             x, layer_index = add_deepstack(x, layer_index, features)
             return (x, extra_state), layer_index
 
         carry = (x, self.init_extra_state(aux, len(x))), init_layer_index(features)
         (x, extra_state), _ = layer_scan(layer, carry, params["blocks"], self.partial_stacks)
         self.store_extra_state(aux, extra_state)
-        return rms_norm(x, params["norm"]["scale"], self.rms_norm_eps)
+        return self.norm(x, params["norm"]["scale"])
 
     @jax.named_scope("head")
     def unembed(
@@ -679,16 +710,16 @@ class Decoder(Architecture):
     ) -> Float[Array, "M D"]:
         angles, aux = compute_rope_angles(positions, self), layer_scan.aux
 
-        def layer(carry: Carry, weights: Params, attend: Attend) -> Carry:
+        def layer(carry: Carry, weights: Params, mixer: Mixer) -> Carry:
             state, layer_index = carry
-            x, extra_state = self._block(weights, state, angles, attend, aux)
+            x, extra_state = self._block(weights, state, angles, mixer, aux)
             x, layer_index = add_deepstack(x, layer_index, features)
             return (x, extra_state), layer_index
 
         carry = (x, self.init_extra_state(aux, len(x))), init_layer_index(features)
         (x, extra_state), _ = layer_scan(layer, carry, weights["blocks"])
         self.store_extra_state(aux, extra_state)
-        return rms_norm(x, weights["norm"]["scale"], self.rms_norm_eps)
+        return self.norm(x, weights["norm"]["scale"])
 
     def decode_axes(self) -> dict[str, Any]:
         """Return the axis names of `weights_for_decoding`, which may add an `lm_head`."""
@@ -697,7 +728,12 @@ class Decoder(Architecture):
     def hf_names(self) -> dict[str, str]:
         """Return the HF tensor names, in the order of computation."""
         params = flatten_dict(self.abstract_params(), sep="/")
-        names = {**FIRST_HF_NAMES, **self.feed_forward_hf_names(), **LAST_HF_NAMES}
+        names = {
+            **FIRST_HF_NAMES,
+            **self.mixer_hf_names(),
+            **self.feed_forward_hf_names(),
+            **LAST_HF_NAMES,
+        }
         return {name: tensor for name, tensor in names.items() if name in params}
 
     def linear_layers(self) -> tuple[str, ...]:

@@ -280,14 +280,14 @@ def open_and_validate(
                 stored[part] = StoredTensor(
                     part, fused_tensor.file, _MatrixSlice(fused_tensor.data, matrix_index, rows)
                 )
-    ignored = _find_ignored(config, stored)
-    if ignored:
+    unused = _find_unused(config, stored)
+    if ignored := unused - _find_copied(config, stored):
         tensors = "1 tensor" if len(ignored) == 1 else f"{len(ignored)} tensors"
         log(
             f"warning: {str(folder)!r} has {tensors} that the model does not use, such as "
             f"{min(ignored)!r}; they are ignored and not exported"
         )
-    stored = {name: tensor for name, tensor in stored.items() if name not in ignored}
+    stored = {name: tensor for name, tensor in stored.items() if name not in unused}
     _check_tensors(
         {canonicalize_name(config, n): tensor for n, tensor in stored.items()}, config, folder
     )
@@ -298,21 +298,26 @@ BUFFERS = re.compile(r"(^|\.)(rotary_(pos_)?emb\.\w+|position_ids|masked_bias)$"
 """Names of buffers in old checkpoints; their values are derived from the config."""
 
 
-def _find_ignored(config: Architecture, stored: Iterable[str]) -> set[str]:
+def _find_copied(config: Architecture, stored: Iterable[str]) -> set[str]:
+    """Return the names of tensors that the model does not use and an export copies."""
+    return {name for name in stored if name.startswith(config.hf_copied_prefixes())}
+
+
+def _find_unused(config: Architecture, stored: Iterable[str]) -> set[str]:
     """Return the names of tensors that do not change the model's output.
 
-    Like transformers, this ignores `BUFFERS` and modules outside the model, such as a value head.
-    Unknown tensors within the model's modules are not ignored, since they might matter.
+    Like transformers, this skips `BUFFERS` and modules outside the model, such as a value head.
+    Unknown tensors within the model's modules are not skipped, since they might matter.
     """
     expected = {*locate_hf_tensors(config), *config.hf_tied_names()}
     modules = {name.partition(".")[0] for name in expected}
-    ignored = set()
+    unused = _find_copied(config, stored)
     for name in stored:
         canonical = canonicalize_name(config, name)
         is_outside = canonical.partition(".")[0] not in modules or BUFFERS.search(canonical)
         if is_outside and canonical not in expected:
-            ignored.add(name)
-    return ignored
+            unused.add(name)
+    return unused
 
 
 def open_canonical(
@@ -501,6 +506,13 @@ def write_hf(
         for name, location in locations.items()
     }
     is_writer = jax.process_index() == 0
+    stored = {} if source is None else open_tensors(Path(source))
+    copied = {name: stored[name] for name in sorted(_find_copied(config, stored))}
+    sizes |= {name: math.prod(t.shape) * DTYPES[t.dtype].itemsize for name, t in copied.items()}
+
+    def get_any_tensor(name: str) -> np.ndarray:
+        return copied[name].data[:] if name in copied else get_tensor(name, DTYPES[dtypes[name]])
+
     with atomic_folder(Path(path), marker="config.json", is_writer=is_writer) as folder:
         if is_writer:
             if source is None:
@@ -510,7 +522,7 @@ def write_hf(
         write_tensors(
             folder,
             sizes,
-            lambda name: get_tensor(name, DTYPES[dtypes[name]]),
+            get_any_tensor,
             max_shard_size=max_shard_size,
             is_writer=is_writer,
         )

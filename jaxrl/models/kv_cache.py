@@ -21,7 +21,7 @@ Pages = tuple[jax.Array, jax.Array]
 """Keys and values of n layers, `[P, n * K, page, H]`."""
 
 Cache = tuple[Pages, ...]
-"""Pages of each layer (n = 1), or of all layers together for a compiled loop over layers."""
+"""Pages of each attention layer (n = 1), or of all of them for a compiled loop over layers."""
 
 
 def allocate(
@@ -32,9 +32,10 @@ def allocate(
     *,
     scan_layers: bool = False,
 ) -> Cache:
-    """Allocate zeroed pages: one pair of arrays per layer, or one for all if `scan_layers`."""
-    num_arrays = 1 if scan_layers else config.num_layers
-    heads = config.num_layers // num_arrays * config.num_kv_heads
+    """Allocate zeroed pages: one pair of arrays per attention layer, or one for all of them."""
+    num_layers = config.num_attention_layers
+    num_arrays = 1 if scan_layers else num_layers
+    heads = num_layers // num_arrays * config.num_kv_heads
     shape = (num_pages, heads, page_tokens, config.head_dim)
     return tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(num_arrays))
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.models.aux_arrays import AuxArrays
+from jaxrl.models.recurrence import Advance, Recur
 from jaxrl.types import Params
 
 Layer = Callable[[Any, Params], Any]
@@ -24,6 +25,14 @@ Stacks = Mapping[str, Sequence[int]]
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """Function from queries `[M, N, H]`, keys and values `[M, K, H]` to outputs `[M, N, H]`."""
+
+Mixer = Callable[..., jax.Array]
+"""Function that mixes the tokens of a sequence: `Attend`, or `recurrence.Recur` in a recurrent
+layer."""
+
+CachedRecur = Callable[[Any, Advance, Any], tuple[jax.Array, Any]]
+"""Function of a layer's state and the arguments of `recurrence.Recur`. Returns the outputs and the
+new state."""
 
 CachedAttend = Callable[..., tuple[jax.Array, Any]]
 """Function of a layer's index in the cache, the cache, the read-only past and the arguments of
@@ -74,12 +83,14 @@ class LayerScan:
         scan: True to compile consecutive layers of the same kind once, as a loop. False to unroll
             the layers; on a CPU, all activations are then saved regardless of `remat`.
         aux: Auxiliary arrays of the tokens.
+        recur: Recurrence over the packed rows; None for models without recurrent layers.
         constrain_to_shards: Sharding constraint for arrays with a leading shard axis.
     """
 
     remat: str = "none"
     scan: bool = True
     aux: AuxArrays = field(default_factory=AuxArrays, compare=False)
+    recur: Recur | None = field(default=None, compare=False)
     constrain_to_shards: Callable[[jax.Array], jax.Array] = field(
         default=lambda x: x, compare=False
     )
@@ -143,18 +154,23 @@ class SamplerLayerScan:
 
     Attributes:
         attend: Attention function of a layer.
-        cache: Cache of each layer, or one cache of all layers for a compiled loop. Each call
-            replaces it.
+        cache: Cache of each attention layer, or one cache of all of them. Each call replaces it.
         past: Read-only cache in the same layout.
         aux: Auxiliary arrays of the tokens.
+        recur: Recurrence of a layer.
+        states: State of each recurrent layer. Each call replaces it.
+        recurrent_entry: See `Architecture.recurrent_entry`.
     """
 
     attend: CachedAttend
     cache: tuple[Any, ...]
     aux: AuxArrays = field(default_factory=AuxArrays)
     past: tuple[Any, ...] = ()
+    recur: CachedRecur | None = None
+    states: tuple[Any, ...] = ()
+    recurrent_entry: str = ""
 
-    def __call__(self, layer: Callable[[Any, Params, Attend], Any], x: Any, blocks: Any) -> Any:
+    def __call__(self, layer: Callable[[Any, Params, Mixer], Any], x: Any, blocks: Any) -> Any:
         """Compute the activations after all layers, or a tree that contains them."""
 
         def block(x: Any, cache: Any, past: Any, weights: Params, index: Any) -> tuple[Any, Any]:
@@ -165,15 +181,31 @@ class SamplerLayerScan:
 
             return layer(x, weights, attend), cache
 
+        def recurrent_block(x: Any, state: Any, weights: Params) -> tuple[Any, Any]:
+            def recur(advance: Advance, inputs: Any) -> jax.Array:
+                nonlocal state
+                assert self.recur is not None
+                out, state = self.recur(state, advance, inputs)
+                return out
+
+            return layer(x, weights, recur), state
+
         past: Sequence[Any] = self.past or [None] * len(self.cache)
 
         if isinstance(blocks, tuple):
             # Under jit, the function is traced once for all layers of one kind.
             jitted, caches = jax.jit(block), list(self.cache)
+            jitted_recurrent = jax.jit(recurrent_block)
+            states: list[Any] = []
             for layer_index, weights in enumerate(blocks):
-                slot = min(layer_index, len(caches) - 1)  # one cache per layer, or one for all
-                x, caches[slot] = jitted(x, caches[slot], past[slot], weights, layer_index - slot)
-            self.cache = tuple(caches)
+                if self.recurrent_entry in weights:
+                    x, state = jitted_recurrent(x, self.states[len(states)], weights)
+                    states.append(state)
+                    continue
+                cache_index = layer_index - len(states)
+                slot = min(cache_index, len(caches) - 1)  # one cache per layer, or one for all
+                x, caches[slot] = jitted(x, caches[slot], past[slot], weights, cache_index - slot)
+            self.cache, self.states = tuple(caches), tuple(states)
             return x
         count = len(jax.tree.leaves(blocks)[0])
         (x, cache), _ = jax.lax.scan(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl.models.architecture import Architecture
-from jaxrl.models.attention.kernels import AttentionKernels
+from jaxrl.models.attention.kernels import AttentionKernels, find_reads
 from jaxrl.models.aux_arrays import AuxArrays
 from jaxrl.models.layers import LayerScan
 from jaxrl.models.output import (
@@ -24,6 +24,7 @@ from jaxrl.models.output import (
     scatter_tokens,
 )
 from jaxrl.models.params import merge_params, split
+from jaxrl.models.recurrence import make_recur
 from jaxrl.runtime.compilation import join_keys
 from jaxrl.runtime.sharding import (
     CONTEXT_AXIS,
@@ -94,6 +95,11 @@ class Model:
         self.logits_chunk_tokens = logits_chunk_tokens
         self.trained, self.frozen = architecture.param_specs(frozen)
         self._layered_entries = get_layered_entries(architecture)
+        if architecture.num_recurrent_layers and self.num_pieces > 1:
+            raise ValueError(
+                f"config.mesh.{CONTEXT_AXIS}={self.num_pieces} splits sequences, but the model has "
+                "recurrent layers, which compute them in order; set it to 1."
+            )
         tables = self.trained.abstract_params().keys() - self._layered_entries
         self._trains_tables = bool(tables)
 
@@ -114,8 +120,12 @@ class Model:
 
     @property
     def shards_with_prompts(self) -> int:
-        """Return the number of row shards if the attention kernel shares prompts, else 0."""
-        return num_batch_shards(self.mesh) if self.attention.shares_prompts else 0
+        """Return the number of row shards if sequences in a row can share their prompt, else 0.
+
+        Recurrent layers would need the state after the prompt once for each of its samples.
+        """
+        shares = self.attention.shares_prompts and not self.architecture.num_recurrent_layers
+        return num_batch_shards(self.mesh) if shares else 0
 
     @property
     def num_pieces(self) -> int:
@@ -215,16 +225,24 @@ class Model:
         constrain_to_shards = partial(
             jax.lax.with_sharding_constraint, shardings=piece_sharding(self.mesh)
         )
+        segments = (
+            gather_rows(self.mesh, batch.segment_ids),
+            gather_rows(self.mesh, batch.positions),
+        )
+        recur = None
+        if specs := self.architecture.state_specs:
+            recur = make_recur(specs, find_reads(*segments)[:, 0])
         hidden = self.architecture.hidden_states(
             params,
             split_into_pieces(self.mesh, batch.token_ids),
             split_into_pieces(self.mesh, batch.positions),
-            self.attention.make_attend(
-                gather_rows(self.mesh, batch.segment_ids),
-                gather_rows(self.mesh, batch.positions),
-                self.num_pieces,
+            self.attention.make_attend(*segments, self.num_pieces),
+            replace(
+                self._layer_scan,
+                aux=aux,
+                recur=recur,
+                constrain_to_shards=constrain_to_shards,
             ),
-            replace(self._layer_scan, aux=aux, constrain_to_shards=constrain_to_shards),
         )
         # Keep rows split over data, fsdp and expert: otherwise the compiler splits the width of
         # activations over fsdp instead, and sums partial activations and logits across devices.

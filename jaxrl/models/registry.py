@@ -108,6 +108,8 @@ ARCHITECTURES = {
     "mistral": "jaxrl.models.llama.LlamaConfig",
     "qwen2_5_vl": "jaxrl.extras.vision.qwen_vl.QwenVLConfig",
     "qwen3_vl": "jaxrl.extras.vision.qwen3_vl.Qwen3VLConfig",
+    "qwen3_5": "jaxrl.extras.delta_net.qwen3_5.Qwen35Config",
+    "qwen3_5_text": "jaxrl.extras.delta_net.qwen3_5.Qwen35Config",
     "qwen3_moe": "jaxrl.extras.experts.qwen_moe.QwenMoeConfig",
 }
 """Dotted path of the class for each `model_type` in `config.json`; imported when needed."""

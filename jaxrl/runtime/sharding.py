@@ -196,16 +196,17 @@ def move_to_local_mesh(array: jax.Array, sharding: NamedSharding, mesh: Mesh) ->
 
 
 def check_even_split(mesh: Mesh, config: Architecture) -> None:
-    """Check that the mesh splits the model's experts and key-value heads evenly.
+    """Check that the mesh splits the model's experts and heads evenly.
 
     Raises:
         ValueError: A mesh axis does not divide them evenly. The message names the axis.
     """
-    counts = {
-        "expert": (config.num_experts, "experts"),
-        "tensor": (config.num_kv_heads, "key-value heads"),
-    }
-    for axis, (count, label) in counts.items():
+    counts = [
+        ("expert", config.num_experts, "experts"),
+        ("tensor", config.num_kv_heads, "key-value heads"),
+        *(("tensor", spec.shape[0], "recurrent heads") for spec in config.state_specs.values()),
+    ]
+    for axis, count, label in counts:
         size = mesh.shape[axis]
         if size > 1 and (not count or count % size):
             raise ValueError(

@@ -1,11 +1,12 @@
 """Device programs of the sampler: prefill tokens into the cache, and decode chunks of tokens.
 
-Each program is a pure function of the cache, which the engine donates. The *pending* token of a row
-is the last token of its prompt, its samples or an observation. It is not in the cache yet: a
-decoding step reads it and samples the next token. No hidden state is kept between steps.
+Each program is a pure function of the cache, which the engine donates. The cache holds the keys and
+values of attention layers in pages, and the states of recurrent layers in slots. The *pending*
+token of a row is the last token of its prompt, its samples or an observation. It is not in the
+cache yet: a decoding step reads it and samples the next token.
 
 Arrays are ordered by the S shards (the mesh's data, fsdp, expert and context axes), each with the
-same number of rows, pages and tokens. Row and page indices are local to the shard.
+same number of rows, pages, slots and tokens. Their indices are local to the shard.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from jaxrl.models.attention.reference import attend_chunk, merge
 from jaxrl.models.aux_arrays import AuxArrays, TokenArraySpec
 from jaxrl.models.kv_cache import Cache, Pages
 from jaxrl.models.layers import LayerScan, SamplerLayerScan, prepare_sampler_weights
+from jaxrl.models.recurrence import Advance, State, init_state
 from jaxrl.runtime.sharding import PIECE_AXES, cache_sharding, num_pieces, piece_sharding
 from jaxrl.sampling import next_token
 from jaxrl.types import Params
@@ -41,6 +43,22 @@ RUNNING, STOP_STRING, END_OF_TURN, OUT_OF_BUDGET = 0, 1, 2, 3
 """Status of a row: running, or stopped by a stop string, an end-of-turn id or its token budget."""
 
 _PAGES, _ROWS, _QUERIES = P(PIECE_AXES, "tensor"), P(PIECE_AXES), P(PIECE_AXES, None, "tensor")
+
+
+@struct.dataclass
+class SamplerCache:
+    """Keys, values and states of all rows and cached prompts."""
+
+    pages: Cache
+    states: tuple[State, ...] = ()  # [S * slots, heads, ...] of each recurrent layer
+
+
+@struct.dataclass
+class CacheIndices:
+    """Indices of pages and state slots to copy or swap; the number of either means "none"."""
+
+    pages: Array  # int32 [S * n]
+    state_slots: Array | None = None  # int32 [S * m]; None without recurrent layers
 
 
 @struct.dataclass
@@ -63,6 +81,7 @@ class DecodeRows:
     tables: Array  # int32 [r, M], block tables
     keys: Array  # uint32 [r, 2], random keys of the samples
     offset: Array | None = None  # int32 [r], position offsets; None without a tower
+    state_slots: Array | None = None  # int32 [r]; None without recurrent layers
 
 
 @struct.dataclass
@@ -75,6 +94,7 @@ class PrefillBlocks:
     tables: Array  # int32 [b, M], block table of the row
     # [b, Q, ...] of `Tower.input_arrays`; {} without a tower
     token_arrays: dict[str, Array] = dataclasses.field(default_factory=dict)
+    state_slots: Array | None = None  # int32 [b]; None without recurrent layers
 
 
 @struct.dataclass
@@ -146,13 +166,16 @@ class Programs:
             weights, scan=self.scan_layers, stacks=self.architecture.partial_stacks
         )
 
-    def empty_cache(self, num_pages: int, page_tokens: int) -> Cache:
-        """Return a KV cache filled with zeros."""
-        return self._constrain_cache(
-            kv_cache.allocate(
-                self.architecture, num_pages, page_tokens, self.dtype, scan_layers=self.scan_layers
-            )
+    def empty_cache(self, num_pages: int, page_tokens: int, num_states: int = 0) -> SamplerCache:
+        """Return a cache filled with zeros."""
+        model = self.architecture
+        pages = kv_cache.allocate(
+            model, num_pages, page_tokens, self.dtype, scan_layers=self.scan_layers
         )
+        states = tuple(
+            init_state(model.state_specs, num_states) for _ in range(model.num_recurrent_layers)
+        )
+        return self._constrain_cache(SamplerCache(pages=pages, states=states))
 
     def empty_state(self) -> DecodeState:
         """Return the state before the first chunk, in which no row is running."""
@@ -181,7 +204,7 @@ class Programs:
         platform, model = self.mesh.devices.flat[0].platform, self.architecture
         return prefill_block_tokens(platform, model.num_heads, model.num_kv_heads)
 
-    def _constrain_cache(self, cache: Cache) -> Cache:
+    def _constrain_cache(self, cache: Any) -> Any:
         """Pin the sharding of the cache, which the compiler might otherwise change."""
         return jax.lax.with_sharding_constraint(cache, cache_sharding(self.mesh))
 
@@ -207,7 +230,7 @@ class Programs:
     @property
     def _layers_per_entry(self) -> int:
         """Return the number of layers in each (keys, values) pair of the cache."""
-        return self.architecture.num_layers if self.scan_layers else 1
+        return self.architecture.num_attention_layers if self.scan_layers else 1
 
     def _make_paged_attention(self) -> Callable[..., tuple[jax.Array, jax.Array]]:
         """Return a function that attends to a layer's pages, with the layer as last argument."""
@@ -254,15 +277,16 @@ class Programs:
     def append(
         self,
         weights: Params,
-        cache: Cache,
+        cache: SamplerCache,
         blocks: PrefillBlocks,
         attachment_embeds: Array | None = None,
-    ) -> tuple[Cache, dict[str, Array]]:
+    ) -> tuple[SamplerCache, dict[str, Array]]:
         """Prefill tokens that were not sampled: prompts and observations.
 
-        A block may continue another block of the same call: each layer writes all keys and values
-        before it reads any. `attachment_embeds` is the result of `embed` for these tokens. A model
-        with a tower requires this argument even for text, which does not use it.
+        A block may continue another block of the same call: each attention layer writes all keys
+        and values before it reads any, and a recurrent layer works in order. `attachment_embeds` is
+        the result of `embed` for these tokens. A model with a tower requires this argument even for
+        text, which does not use it.
 
         Returns:
             The cache, and the arrays of `recorded`, `[b, Q, ...]`.
@@ -294,7 +318,14 @@ class Programs:
 
         inputs = {name: x.reshape(-1, *x.shape[2:]) for name, x in blocks.token_arrays.items()}
         aux = AuxArrays(inputs=inputs, attached=attachment_embeds, records=self.records)
-        layer_scan = SamplerLayerScan(attend, cache, aux)
+        layer_scan = SamplerLayerScan(
+            attend,
+            cache.pages,
+            aux,
+            recur=partial(self._recur_over_blocks, blocks),
+            states=cache.states,
+            recurrent_entry=self.architecture.recurrent_entry,
+        )
         token_ids = blocks.token_ids.reshape(-1)
         self.architecture.sampler_hidden_states(
             weights, token_ids, positions.reshape(-1), layer_scan
@@ -303,7 +334,30 @@ class Programs:
         recorded = {
             name: x.reshape(-1, self.block_tokens, *x.shape[1:]) for name, x in recorded.items()
         }
-        return self._constrain_cache(layer_scan.cache), recorded
+        cache = SamplerCache(pages=layer_scan.cache, states=layer_scan.states)
+        return self._constrain_cache(cache), recorded
+
+    def _recur_over_blocks(
+        self, blocks: PrefillBlocks, states: State, advance: Advance, inputs: Any
+    ) -> tuple[jax.Array, State]:
+        """Advance the states of rows by their blocks, in order; see `CachedRecur`."""
+        shards, size = num_pieces(self.mesh), self.block_tokens
+        assert blocks.state_slots is not None
+
+        def step(states: State, block: Any) -> tuple[State, jax.Array]:
+            inputs, slots, start, counts = block
+            state = self._read_states(states, slots, is_new=start == 0)
+            out, state = advance(state, inputs, jnp.full((shards, size), -1), counts)
+            return self._write_states(states, slots, state), out
+
+        inputs = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), inputs)
+        steps = jax.tree.map(
+            lambda x: x.reshape(shards, -1, *x.shape[1:]).swapaxes(0, 1),
+            (inputs, blocks.state_slots, blocks.start, blocks.counts),
+        )
+        states, out = jax.lax.scan(step, states, steps)
+        out = out.swapaxes(0, 1).reshape(-1, *out.shape[3:])
+        return self._constrain_rows(out), states
 
     def _check_recorded(self, aux: AuxArrays, num_tokens: int) -> dict[str, Array]:
         """Validate and return the arrays `[M, ...]` recorded by a pass over M tokens."""
@@ -323,7 +377,7 @@ class Programs:
     def decode_chunk(
         self,
         weights: Params,
-        cache: Cache,
+        cache: SamplerCache,
         last: DecodeState,
         rows: DecodeRows,
         stops: StopTables,
@@ -331,18 +385,19 @@ class Programs:
         top_p: jax.Array,
         kind: str,
         past_pages: int | None = None,
-    ) -> tuple[Cache, DecodeState, ChunkReport]:
+    ) -> tuple[SamplerCache, DecodeState, ChunkReport]:
         """Sample up to `num_steps` tokens in each row.
 
         The past is read-only during the chunk. New keys and values go to a separate buffer, at an
-        index shared by all rows, and are written to the pages at the end.
+        index shared by all rows, and are written to the pages at the end. States are read from
+        their slots at the start and written back at the end.
 
         The number of steps is static because a GPU runs a loop of known length without
         synchronizing with the host after each iteration; rows that stop early are masked.
 
         Args:
             weights: Result of `convert_params`.
-            cache: KV cache.
+            cache: Cache of the rows.
             last: State after the previous chunk, for `num_rows` rows.
             rows: Rows to decode.
             stops: Stop automaton and end-of-turn ids.
@@ -375,7 +430,7 @@ class Programs:
             (self._layers_per_entry, *shape) if self.scan_layers else shape, self.dtype
         )
         chunk: Cache = jax.lax.with_sharding_constraint(
-            tuple((empty, empty) for _ in cache), NamedSharding(self.mesh, self._chunk_spec)
+            tuple((empty, empty) for _ in cache.pages), NamedSharding(self.mesh, self._chunk_spec)
         )
         report = ChunkReport(
             token_ids=jnp.full((self.num_steps, num_rows), -1, jnp.int32),
@@ -393,13 +448,13 @@ class Programs:
             attend_layer: Callable[..., jax.Array],
             past: tuple[Any, ...],
             index: jax.Array,
-            carry: tuple[DecodeState, Cache, ChunkReport],
-        ) -> tuple[DecodeState, Cache, ChunkReport]:
+            carry: tuple[DecodeState, SamplerCache, ChunkReport],
+        ) -> tuple[DecodeState, SamplerCache, ChunkReport]:
             state, chunk, report = carry
             limits = jnp.where(state.active, cached, 0)  # stopped rows read nothing
             position = state.length if offset is None else state.length + offset
             hidden, chunk, recorded = self._forward_pending(
-                weights, state.pending, position, limits, chunk, index, attend_layer, past
+                weights, state, position, limits, chunk, index, attend_layer, past
             )
             logits = self.architecture.unembed(weights, hidden, num_tokens=self.num_tokens)
             token, logprob, entropy = next_token.sample(
@@ -432,17 +487,29 @@ class Programs:
             return state, chunk, report
 
         # Run the steps, then write the chunk to the pages and put rows first in the report.
-        loop_body = partial(step, *self._make_chunk_attention(cache, rows.tables[:, :past_pages]))
-        carry = (state, chunk, report)
-        state, chunk, report = jax.lax.fori_loop(0, self.num_steps, loop_body, carry)
+        loop_body = partial(
+            step, *self._make_chunk_attention(cache.pages, rows.tables[:, :past_pages])
+        )
+        row_states = tuple(
+            self._read_states(before, rows.state_slots, is_new=cached == 0)
+            for before in cache.states
+        )
+        row_cache = SamplerCache(pages=chunk, states=row_states)
+        carry = (state, row_cache, report)
+        state, row_cache, report = jax.lax.fori_loop(0, self.num_steps, loop_body, carry)
         write = self._shard_map(
             _write_chunk, (_PAGES, _ROWS, _ROWS, _ROWS, self._chunk_spec), _PAGES
         )
-        cache = jax.tree.map(
+        pages = jax.tree.map(
             lambda pages, new: write(pages, rows.tables, cached, state.length - cached, new),
-            cache,
-            chunk,
+            cache.pages,
+            row_cache.pages,
         )
+        states = tuple(
+            self._write_states(before, rows.state_slots, after)
+            for before, after in zip(cache.states, row_cache.states, strict=True)
+        )
+        cache = SamplerCache(pages=pages, states=states)
         by_row = dataclasses.replace(
             report,
             token_ids=report.token_ids.T,
@@ -454,7 +521,7 @@ class Programs:
         )
         return self._constrain_cache(cache), self._pad_state(state), by_row
 
-    def decode_packed(self, *arguments: Any) -> tuple[Cache, DecodeState, PackedReport]:
+    def decode_packed(self, *arguments: Any) -> tuple[SamplerCache, DecodeState, PackedReport]:
         """Run `decode_chunk` and pack the report for the host."""
         cache, state, report = self.decode_chunk(*arguments)
         floats = [report.logprobs, report.entropies]
@@ -466,15 +533,15 @@ class Programs:
     def _forward_pending(
         self,
         weights: Params,
-        pending: jax.Array,
+        state: DecodeState,
         positions: jax.Array,
         limits: jax.Array,
-        chunk: Cache,
+        chunk: SamplerCache,
         index: jax.Array,
         attend_layer: Callable[..., jax.Array],
         past: tuple[Any, ...],
-    ) -> tuple[jax.Array, Cache, dict[str, Array]]:
-        """Process the pending tokens; return their states, the new chunk and recorded arrays."""
+    ) -> tuple[jax.Array, SamplerCache, dict[str, Array]]:
+        """Process the pending tokens; return their hidden states, the chunk and recorded arrays."""
 
         def attend(
             layer: Any, chunk: Pages, past: Any, q: jax.Array, k: jax.Array, v: jax.Array
@@ -489,9 +556,26 @@ class Programs:
                 values,
             )
 
-        layer_scan = SamplerLayerScan(attend, chunk, AuxArrays(records=self.records), past)
-        hidden = self.architecture.sampler_hidden_states(weights, pending, positions, layer_scan)
-        return hidden, layer_scan.cache, self._check_recorded(layer_scan.aux, pending.size)
+        def recur(states: State, advance: Advance, inputs: Any) -> tuple[jax.Array, State]:
+            inputs = jax.tree.map(lambda x: x[:, None], inputs)
+            starts = jnp.full((len(limits), 1), -1)
+            out, states = advance(states, inputs, starts, state.active.astype(jnp.int32))
+            return out[:, 0], states
+
+        layer_scan = SamplerLayerScan(
+            attend,
+            chunk.pages,
+            AuxArrays(records=self.records),
+            past,
+            recur=recur,
+            states=chunk.states,
+            recurrent_entry=self.architecture.recurrent_entry,
+        )
+        hidden = self.architecture.sampler_hidden_states(
+            weights, state.pending, positions, layer_scan
+        )
+        chunk = SamplerCache(pages=layer_scan.cache, states=layer_scan.states)
+        return hidden, chunk, self._check_recorded(layer_scan.aux, state.pending.size)
 
     def _add_step(
         self, old: jax.Array, new: jax.Array, layer: Any, index: jax.Array
@@ -559,26 +643,53 @@ class Programs:
 
         return self._constrain_rows(jax.tree.map(pad, state))
 
-    def copy_pages(self, cache: Cache, sources: jax.Array, targets: jax.Array) -> Cache:
-        """Copy pages within each shard; `sources` and `targets` are `[S * n]`."""
+    def copy(
+        self, cache: SamplerCache, sources: CacheIndices, targets: CacheIndices
+    ) -> SamplerCache:
+        """Copy pages and states within each shard."""
+        return self.swap(cache, self._read_cache(cache, sources), sources, targets)[0]
 
-        def copy(pages: jax.Array, sources: jax.Array, targets: jax.Array) -> jax.Array:
-            return kv_cache.write_pages(pages, targets, kv_cache.read_pages(pages, sources))
+    def swap(
+        self,
+        cache: SamplerCache,
+        incoming: SamplerCache,
+        sources: CacheIndices,
+        targets: CacheIndices,
+    ) -> tuple[SamplerCache, SamplerCache]:
+        """Write `incoming` to `targets`; return the previous contents of `sources`."""
+        outgoing = self._read_cache(cache, sources)
+        write = self._shard_map(kv_cache.write_pages, (_PAGES, _ROWS, _PAGES), _PAGES)
+        cache = SamplerCache(
+            pages=jax.tree.map(
+                lambda old, new: write(old, targets.pages, new), cache.pages, incoming.pages
+            ),
+            states=jax.tree.map(
+                lambda old, new: write(old, targets.state_slots, new), cache.states, incoming.states
+            ),
+        )
+        return self._constrain_cache(cache), self._constrain_cache(outgoing)
 
-        copy_sharded = self._shard_map(copy, (_PAGES, _ROWS, _ROWS), _PAGES)
-        return self._constrain_cache(
-            jax.tree.map(lambda pages: copy_sharded(pages, sources, targets), cache)
+    def _read_cache(self, cache: SamplerCache, sources: CacheIndices) -> SamplerCache:
+        read = self._shard_map(kv_cache.read_pages, (_PAGES, _ROWS), _PAGES)
+        return SamplerCache(
+            pages=jax.tree.map(lambda old: read(old, sources.pages), cache.pages),
+            states=jax.tree.map(lambda old: read(old, sources.state_slots), cache.states),
         )
 
-    def swap_pages(
-        self, cache: Cache, incoming: Cache, sources: jax.Array, targets: jax.Array
-    ) -> tuple[Cache, Cache]:
-        """Write the `incoming` pages to `targets`; return the previous contents of `sources`."""
+    def _read_states(self, states: State, slots: Any, is_new: jax.Array) -> State:
+        """Return the states in `slots`, or zeros for new rows."""
         read = self._shard_map(kv_cache.read_pages, (_PAGES, _ROWS), _PAGES)
+
+        def read_leaf(leaf: jax.Array) -> jax.Array:
+            out = read(leaf, slots)
+            return jnp.where(is_new.reshape(-1, *(1,) * (out.ndim - 1)), 0, out)
+
+        return jax.tree.map(read_leaf, states)
+
+    def _write_states(self, states: State, slots: Any, new: State) -> State:
+        """Write the states of rows to `slots`."""
         write = self._shard_map(kv_cache.write_pages, (_PAGES, _ROWS, _PAGES), _PAGES)
-        outgoing = jax.tree.map(lambda pages: read(pages, sources), cache)
-        cache = jax.tree.map(lambda pages, new: write(pages, targets, new), cache, incoming)
-        return self._constrain_cache(cache), self._constrain_cache(outgoing)
+        return jax.tree.map(lambda old, new: write(old, slots, new), states, new)
 
 
 def unpack_report(packed: PackedReport) -> ChunkReport:

@@ -5,7 +5,8 @@ The engine works on token ids. `prefill.py` batches the tokens and attachments t
 Requests wait in a queue and are admitted in order while there are free rows and cache pages. A
 running row is decoded in chunks until it stops. It then waits until the caller resumes it with the
 tokens of an observation, or finishes it. A waiting row keeps its pages, so only the new tokens are
-prefilled on resume. All samples of a prompt share its full pages.
+prefilled on resume. All samples of a prompt share its full pages. With recurrent layers, each row
+and each cached prompt also has a state, which rows keep in the same way.
 
 If pages run out, the youngest request is preempted: its pages are swapped out to the host, and
 swapped in before any newer request is admitted. The oldest request therefore always makes progress.
@@ -34,7 +35,6 @@ from jaxrl.models.architecture import Architecture
 from jaxrl.models.attention.kernels import AttentionKernels
 from jaxrl.models.attention.reference import XLA, past_boundaries
 from jaxrl.models.aux_arrays import TokenArraySpec
-from jaxrl.models.kv_cache import Cache
 from jaxrl.runtime.compilation import CompiledFunction, cached_jit, compile_all, join_keys
 from jaxrl.runtime.sharding import (
     PIECE_AXES,
@@ -46,7 +46,14 @@ from jaxrl.runtime.sharding import (
 from jaxrl.sampling import decode, next_token
 from jaxrl.sampling.blocks import count_pages
 from jaxrl.sampling.buckets import patch_sizes, prefill_sizes, row_sizes
-from jaxrl.sampling.decode import DecodeRows, DecodeState, Programs, StopTables
+from jaxrl.sampling.decode import (
+    CacheIndices,
+    DecodeRows,
+    DecodeState,
+    Programs,
+    SamplerCache,
+    StopTables,
+)
 from jaxrl.sampling.interfaces import EngineCounts
 from jaxrl.sampling.prefill import PrefillBatcher, PrefillPiece
 from jaxrl.sampling.scheduler import (
@@ -61,7 +68,7 @@ from jaxrl.sampling.weights import WeightConverter, delete_arrays
 from jaxrl.types import Attachment, Params
 
 PAGES_PER_TRANSFER = 8
-"""Pages per shard copied or swapped in one call."""
+"""Pages per shard copied or swapped in one call, together with one state."""
 
 MAX_PROGRAMS = 10
 """Maximum number of programs that an engine compiles, for any model and sampling method.
@@ -150,6 +157,7 @@ class Engine:
         eos_ids: Sequence[int],
         num_rows: int,
         num_pages: int = 0,
+        num_states: int = 0,
         max_prompt_tokens: int,
         max_total_tokens: int,
         chunk_tokens: int,
@@ -173,6 +181,8 @@ class Engine:
             num_rows: Maximum number of rows decoded together; a multiple of data * fsdp * expert *
                 context.
             num_pages: Pages per shard; 0 for enough pages for `num_rows` rows of full length.
+            num_states: States per shard, if there are recurrent layers; 0 for two per row. Each row
+                and each prompt has one.
             max_prompt_tokens: Maximum prompt length.
             max_total_tokens: Maximum combined length of the prompt, samples and observations.
             chunk_tokens: Decoding steps per chunk.
@@ -208,6 +218,10 @@ class Engine:
                 f"{self._table_pages}; raise config.rollout.cache_gib or lower it (with several "
                 "contexts it is config.rollout.context.max_tokens)."
             )
+
+        self.num_states = 0
+        if architecture.num_recurrent_layers:
+            self.num_states = num_states or 2 * self._rows_per_shard
 
         # Programs and weights, which depend only on the settings.
         self.programs = Programs(
@@ -253,6 +267,7 @@ class Engine:
             num_shards=self.num_shards,
             block_tokens=self.programs.block_tokens,
             max_units=self._max_units,
+            num_states=self.num_states,
         )
         self.kinds = tuple(kinds)
         # The programs, compiled by `compile` or on first use.
@@ -261,8 +276,8 @@ class Engine:
         self._append = define_program(
             programs.append, name="append", variants=self.prefill_sizes, donate_argnums=(1,)
         )
-        self._copy = define_program(programs.copy_pages, name="copy", donate_argnums=(0,))
-        self._swap = define_program(programs.swap_pages, name="swap", donate_argnums=(0,))
+        self._copy = define_program(programs.copy, name="copy", donate_argnums=(0,))
+        self._swap = define_program(programs.swap, name="swap", donate_argnums=(0,))
         self._embed = define_program(
             programs.embed, name="embed", variants=self.patch_sizes, static_argnums=(3,)
         )
@@ -274,7 +289,7 @@ class Engine:
             static_argnums=(7, 8),
         )
         self._make_cache = cached_jit(
-            programs.empty_cache, name="cache", key=self._program_key, static_argnums=(0, 1)
+            programs.empty_cache, name="cache", key=self._program_key, static_argnums=(0, 1, 2)
         )
         self._make_start = cached_jit(
             programs.make_initial_state, name="start", key=self._program_key, static_argnums=(0,)
@@ -288,9 +303,9 @@ class Engine:
         self.counts = EngineCounts()
         self.wait_s: dict[str, float] = defaultdict(float)
         self.peak_pages = 0  # peak pages in use on a shard since the cache was created
-        self._cache: Cache | None = None
+        self._cache: SamplerCache | None = None
         self._state: DecodeState | None = None
-        self._zero_pages: Cache | None = None
+        self._zero_pages: SamplerCache | None = None
         self._attachment_embeds: jax.Array | None = None  # last embedded attachments
         self._reset()
 
@@ -310,6 +325,7 @@ class Engine:
                 num_steps=self.programs.num_steps,
                 num_pages=self.num_pages,
                 page_tokens=self.page_tokens,
+                num_states=self.num_states,
             )
             for index in range(self.num_shards)
         ]
@@ -332,7 +348,7 @@ class Engine:
         """
         cache, attachment_embeds = jax.eval_shape(
             lambda: (
-                self.programs.empty_cache(self.num_pages * self.num_shards, self.page_tokens),
+                self.programs.empty_cache(*self._cache_sizes),
                 self.programs.empty_embeds(self._max_units),
             )
         )
@@ -358,18 +374,19 @@ class Engine:
         # Describe the arguments by shape and sharding; no device memory is needed.
         weights = self._weight_converter.abstract_weights()
         by_page, by_row = cache_sharding(self._mesh), piece_sharding(self._mesh)
+        transfer_sizes = PAGES_PER_TRANSFER * shards, self.page_tokens, shards
         cache, transfer_pages = (
-            make_abstract(by_page, programs.empty_cache, count * shards, self.page_tokens)
-            for count in (self.num_pages, PAGES_PER_TRANSFER)
+            make_abstract(by_page, programs.empty_cache, *sizes)
+            for sizes in (self._cache_sizes, transfer_sizes)
         )
         state = make_abstract(by_row, programs.empty_state)
         attachment_embeds = make_abstract(by_row, programs.empty_embeds, self._max_units)
-        page_indices = np.zeros(shards * PAGES_PER_TRANSFER, np.int32)
+        indices = self._make_indices()
         no_rows: list[list[Row]] = [[] for _ in range(shards)]
 
         # Lower one program per combination of shapes, with dummy rows and blocks.
-        jobs = [self._copy.make_compile_fn(cache, page_indices, page_indices)]
-        jobs.append(self._swap.make_compile_fn(cache, transfer_pages, page_indices, page_indices))
+        jobs = [self._copy.make_compile_fn(cache, indices, indices)]
+        jobs.append(self._swap.make_compile_fn(cache, transfer_pages, indices, indices))
         for size in self.patch_sizes:
             patches = self._prefill_batcher.batch_patches([()] * shards, size)[:2]
             jobs.append(
@@ -498,7 +515,7 @@ class Engine:
         numbers = list(range(self._next_request, self._next_request + len(requests)))
         self._set_sampling_params(numbers, temperature, top_p)
         if self._cache is None:
-            self._cache = self._make_cache(self.num_pages * self.num_shards, self.page_tokens)
+            self._cache = self._make_cache(*self._cache_sizes)
             self._state, self._attachment_embeds = self._make_start(self._max_units)
         self._next_request += len(requests)
         self._queue.extend(zip(numbers, requests, strict=True))
@@ -663,9 +680,9 @@ class Engine:
         self._tables[row.slot, : len(row.pages)] = row.pages
 
     def _preempt(self, shard: BlockScheduler, row: Row) -> None:
-        """Swap a row's pages out to the host and free them."""
+        """Swap a row's pages and state out to the host and free them."""
         num_pages = count_pages(row.length, self.page_tokens)
-        row.saved = self._swap_pages(shard.index, sources=row.pages[:num_pages])
+        row.saved = self._swap_row(row, sources=row.pages[:num_pages])
         shard.free(row)
         self.counts.preemptions += 1
         self.counts.swapped += row.length
@@ -676,8 +693,7 @@ class Engine:
             while row := shard.next_to_swap_in():
                 first, end = shard.swap_in(row), count_pages(row.length, self.page_tokens)
                 self._write_table(row)
-                targets = row.pages[first:end]
-                self._swap_pages(shard.index, targets=targets, saved=row.saved, first=first)
+                self._swap_row(row, targets=row.pages[first:end], first=first)
                 row.saved = None
 
     @property
@@ -729,85 +745,114 @@ class Engine:
         for scheduler in self._shards:
             scheduler.evict_cached(keep=self._next_prompt)
 
+    @property
+    def _cache_sizes(self) -> tuple[int, int, int]:
+        """Return the number of pages, the tokens per page and the number of states."""
+        shards = self.num_shards
+        return self.num_pages * shards, self.page_tokens, self.num_states * shards
+
+    def _make_indices(
+        self,
+        pages: Mapping[int, Sequence[int]] = MappingProxyType({}),
+        states: Mapping[int, int] = MappingProxyType({}),
+    ) -> CacheIndices:
+        """Return the indices of up to `PAGES_PER_TRANSFER` pages and one state of each shard."""
+        page_indices = np.full((self.num_shards, PAGES_PER_TRANSFER), self.num_pages, np.int32)
+        state_slots = np.full(self.num_shards, self.num_states, np.int32)
+        for shard, shard_pages in pages.items():
+            page_indices[shard, : len(shard_pages)] = shard_pages
+        for shard, slot in states.items():
+            state_slots[shard] = slot
+        return CacheIndices(
+            pages=page_indices.reshape(-1), state_slots=state_slots if self.num_states else None
+        )
+
     def _copy_prefixes(self) -> None:
-        """Copy the partial last page of each prompt for its other samples."""
-        while any(shard.copies for shard in self._shards):
+        """Copy each prompt's partial last page and its state for the prompt's samples."""
+        while any(shard.copies or shard.state_copies for shard in self._shards):
+            pages = {shard.index: shard.copies[:PAGES_PER_TRANSFER] for shard in self._shards}
+            states = {
+                shard.index: shard.state_copies.pop(0)
+                for shard in self._shards
+                if shard.state_copies
+            }
             sources, targets = (
-                np.full((self.num_shards, PAGES_PER_TRANSFER), self.num_pages, np.int32)
-                for _ in range(2)
+                self._make_indices(
+                    {shard: [pair[side] for pair in pairs] for shard, pairs in pages.items()},
+                    {shard: pair[side] for shard, pair in states.items()},
+                )
+                for side in range(2)
             )
             for shard in self._shards:
-                for index, (source, target) in enumerate(shard.copies[:PAGES_PER_TRANSFER]):
-                    sources[shard.index, index], targets[shard.index, index] = source, target
                 del shard.copies[:PAGES_PER_TRANSFER]
-            self._cache = self._copy(self._cache, sources.reshape(-1), targets.reshape(-1))
+            self._cache = self._copy(self._cache, sources, targets)
 
-    def _swap_pages(
-        self,
-        shard: int,
-        *,
-        sources: Sequence[int] = (),
-        targets: Sequence[int] = (),
-        saved: Any = None,
-        first: int = 0,
-    ) -> Any:
-        """Read pages of a shard, or write saved contents to pages.
+    def _swap_row(
+        self, row: Row, *, sources: Sequence[int] = (), targets: Sequence[int] = (), first: int = 0
+    ) -> SamplerCache:
+        """Read pages and the state of a row, or write the row's saved ones.
 
         Args:
-            shard: Index of the shard.
-            sources: Pages to read.
-            targets: Pages to write.
-            saved: Contents that an earlier call returned.
-            first: Index in `saved` of the contents for the first target.
+            row: The row.
+            sources: Pages to read, if the row is not swapped out.
+            targets: Pages to write, if it is.
+            first: Index in `row.saved` of the contents for the first target.
 
         Returns:
-            Keys and values of the sources for each layer, `[pages, K, page, H]`.
+            Contents of the sources: `[pages, K, page, H]` of each attention layer, and the state of
+            each recurrent layer, `[heads, ...]`.
         """
         # Swap a fixed number of pages per call, so that one program suffices. If nothing is
-        # written, `_zero_pages` is the input.
+        # written, `_zero_pages` is the input. The first call also swaps the state.
         if self._zero_pages is None:
-            self._zero_pages = self._put_pages(lambda leaf: np.zeros(leaf, self.programs.dtype))
-        contents = []
-        for start in range(0, max(len(sources), len(targets)), PAGES_PER_TRANSFER):
-            read, write = (
-                sources[start : start + PAGES_PER_TRANSFER],
-                targets[start : start + PAGES_PER_TRANSFER],
-            )
-            page_indices = np.full(
-                (2, self.num_shards, PAGES_PER_TRANSFER), self.num_pages, np.int32
-            )
-            page_indices[0, shard, : len(read)] = read
-            page_indices[1, shard, : len(write)] = write
+            self._zero_pages = self._make_transfer()
+        shard, saved = row.shard, row.saved
+        contents: list[Any] = []
+        states: Any = ()
+        for start in range(0, max(len(sources), len(targets), 1), PAGES_PER_TRANSFER):
+            read = sources[start : start + PAGES_PER_TRANSFER]
+            write = targets[start : start + PAGES_PER_TRANSFER]
             incoming = self._zero_pages
-            if write:
-                incoming = self._pack_saved_pages(shard, saved, first + start, len(write))
+            if saved is not None:
+                incoming = self._make_transfer(saved, shard, first + start, len(write))
+            slot = {shard: row.state_slot} if self.num_states and not start else {}
             self._cache, outgoing = self._swap(
-                self._cache, incoming, page_indices[0].reshape(-1), page_indices[1].reshape(-1)
+                self._cache,
+                incoming,
+                self._make_indices({shard: read}, slot if saved is None else {}),
+                self._make_indices({shard: write}, {} if saved is None else slot),
             )
-            if read:
-                shard_slice = slice(
-                    shard * PAGES_PER_TRANSFER, shard * PAGES_PER_TRANSFER + len(read)
-                )
-                contents.append(jax.tree.map(itemgetter(shard_slice), jax.device_get(outgoing)))
-        return jax.tree.map(lambda *parts: np.concatenate(parts), *contents) if contents else ()
+            if saved is None:
+                begin = shard * PAGES_PER_TRANSFER
+                pages = jax.device_get(outgoing.pages)
+                contents.append(jax.tree.map(itemgetter(slice(begin, begin + len(read))), pages))
+                if slot:
+                    states = jax.tree.map(itemgetter(shard), jax.device_get(outgoing.states))
+        pages = jax.tree.map(lambda *parts: np.concatenate(parts), *contents) if contents else ()
+        return SamplerCache(pages=pages, states=states)
 
-    def _pack_saved_pages(self, shard: int, saved: Any, first: int, count: int) -> Cache:
-        """Arrange saved pages in the layout that the swap program writes."""
-        begin = shard * PAGES_PER_TRANSFER
-        layers = iter(jax.tree.leaves(saved))
+    def _make_transfer(
+        self, saved: SamplerCache | None = None, shard: int = 0, first: int = 0, count: int = 0
+    ) -> SamplerCache:
+        """Return arrays for the swap program to write: zeros, or contents saved from a shard.
 
-        def fill(shape: tuple[int, ...]) -> np.ndarray:
-            out = np.zeros(shape, self.programs.dtype)
-            out[begin : begin + count] = next(layers)[first : first + count]
-            return out
+        `first` and `count` select the saved pages.
+        """
 
-        return self._put_pages(fill)
+        def make_zeros(tree: Any, size: int) -> Any:
+            size *= self.num_shards
+            return jax.tree.map(lambda leaf: np.zeros((size, *leaf.shape[1:]), leaf.dtype), tree)
 
-    def _put_pages(self, make: Any) -> Cache:
-        """Create `PAGES_PER_TRANSFER` pages per shard on the devices with `make(shape)`."""
-        count = self.num_shards * PAGES_PER_TRANSFER
-        pages = jax.tree.map(lambda leaf: make((count, *leaf.shape[1:])), self._cache)
-        return jax.device_put(pages, cache_sharding(self._mesh))
+        assert self._cache is not None
+        pages = make_zeros(self._cache.pages, PAGES_PER_TRANSFER)
+        states = make_zeros(self._cache.states, 1)
+        if saved is not None:
+            begin = shard * PAGES_PER_TRANSFER
+            for out, values in zip(*map(jax.tree.leaves, (pages, saved.pages)), strict=True):
+                out[begin : begin + count] = values[first : first + count]
+            for out, values in zip(*map(jax.tree.leaves, (states, saved.states)), strict=True):
+                out[shard] = values
+        return jax.device_put(SamplerCache(pages=pages, states=states), cache_sharding(self._mesh))
 
     # Chunks.
 
@@ -859,6 +904,7 @@ class Engine:
         ints[0] = -1
         active, slots = np.zeros(total, bool), np.zeros(total, np.int32)
         offset = None if self._prefill_batcher.tower is None else np.zeros(total, np.int32)
+        state_slots = np.full(total, self.num_states, np.int32)
         members = []
         for shard, rows in enumerate(running):
             if not rows:
@@ -876,6 +922,8 @@ class Engine:
             slots[shard_slice] = [row.slot for row in rows]
             if offset is not None:
                 offset[shard_slice] = [row.offset for row in rows]
+            if self.num_states:
+                state_slots[shard_slice] = [row.state_slot for row in rows]
             for index, row in enumerate(rows):
                 row.in_flight += num_steps
                 row.index = index
@@ -885,7 +933,14 @@ class Engine:
             pending=pending, length=length, budget=budget, stop_state=stop_state, active=active
         )
         tables, keys = self._tables[slots], self._keys[slots]
-        chunk = DecodeRows(source=source, state=state, tables=tables, keys=keys, offset=offset)
+        chunk = DecodeRows(
+            source=source,
+            state=state,
+            tables=tables,
+            keys=keys,
+            offset=offset,
+            state_slots=state_slots if self.num_states else None,
+        )
         return chunk, members
 
     def _prefill_rows(self, running: list[list[Row]]) -> None:

@@ -23,6 +23,7 @@ class PrefillPiece(NamedTuple):
     num_tokens: int  # n
     token_ids: list[int]  # n
     token_arrays: dict[str, np.ndarray]  # [n, ...] of `Tower.arrays`; {} without a tower
+    state_slot: int  # state to update, if there are recurrent layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,7 @@ class PrefillBatcher:
 
     Attributes:
         tower: Encoder of attachments; None for a text-only model.
+        num_states: Number of state slots per shard; 0 without recurrent layers.
         num_shards: Number of mesh shards.
         block_tokens: Tokens per block; see `Programs.block_tokens`.
         max_units: Maximum number of attachment tokens per shard that are embedded together.
@@ -40,6 +42,7 @@ class PrefillBatcher:
     num_shards: int
     block_tokens: int
     max_units: int
+    num_states: int = 0
 
     def check(self, token_ids: Sequence[int], attachments: Sequence[Attachment]) -> None:
         """Check that attachments match the tokens.
@@ -110,6 +113,7 @@ class PrefillBatcher:
         `units` yields the token indices of each of the row's attachments.
         """
         count, arrays, block_tokens = len(row.prefill_ids), {}, self.block_tokens
+        state_slot = row.state_slot if row.length else row.prefix.state_slot
         if self.tower is not None:
             arrays = {n: array.full(count) for n, array in self.tower.input_arrays.items()}
             arrays |= row.prefill_arrays
@@ -123,6 +127,7 @@ class PrefillBatcher:
                 min(count - start, block_tokens),
                 row.prefill_ids[start : start + block_tokens],
                 {n: x[start : start + block_tokens] for n, x in arrays.items()} if arrays else {},
+                state_slot,
             )
             for start in range(0, count, block_tokens)
         ]
@@ -148,6 +153,7 @@ class PrefillBatcher:
         start, counts, slots = np.zeros((3, total), np.int32)
         specs = self.tower.input_arrays if self.tower is not None else {}
         token_arrays = {name: array.full(total, block_tokens) for name, array in specs.items()}
+        state_slots = np.full(total, self.num_states, np.int32)
         members: list[tuple[PrefillPiece, int]] = []
         for shard, shard_items in enumerate(pieces):
             popped = [shard_items.popleft() for _ in range(min(num_blocks, len(shard_items)))]
@@ -158,6 +164,8 @@ class PrefillBatcher:
             start[shard_slice] = [piece.start for piece in popped]
             counts[shard_slice] = [piece.num_tokens for piece in popped]
             slots[shard_slice] = [piece.row.slot for piece in popped]
+            if self.num_states:
+                state_slots[shard_slice] = [piece.state_slot for piece in popped]
             is_token = np.arange(block_tokens) < counts[shard_slice, None]
             token_ids[shard_slice][is_token] = [id for piece in popped for id in piece.token_ids]
             members += zip(popped, range(first, first + len(popped)), strict=True)
@@ -170,5 +178,6 @@ class PrefillBatcher:
             counts=counts,
             tables=tables[slots],
             token_arrays=token_arrays,
+            state_slots=state_slots if self.num_states else None,
         )
         return blocks, members

@@ -54,6 +54,7 @@ class Prefix:
     """Cached prompt. Samples share its full pages and copy its partial last page."""
 
     prompt: PromptTokens
+    state_slot: int = 0  # state after the prompt, if there are recurrent layers
     shared: list[int] = field(default_factory=list)  # full pages
     cached: list[int] = field(default_factory=list)  # all pages, while no row uses them
     rows: dict[int, Row] = field(default_factory=dict)  # rows with pages, by request
@@ -86,7 +87,8 @@ class Row:
     prefill_arrays: dict[str, np.ndarray] = field(default_factory=dict)
     offset: int = 0  # position offset of the pending and later tokens
     pages: list[int] = field(default_factory=list)
-    saved: Any = None  # page contents of each layer while swapped out
+    state_slot: int = 0  # its state, if there are recurrent layers
+    saved: Any = None  # contents of its pages and state while swapped out
     in_flight: int = 0  # dispatched steps without a report
     index: int = -1  # index in the last chunk that includes the row
     is_waiting: bool = False  # True if stopped and not yet resumed or finished
@@ -113,10 +115,19 @@ class BlockScheduler:
         rows: Admitted, unfinished requests by request id, oldest first.
         prefixes: Cached prompts.
         copies: (source, target) pages to copy before the next chunk.
+        state_pool: Allocator of state slots; None without recurrent layers.
+        state_copies: (source, target) state slots to copy before the next chunk.
     """
 
     def __init__(
-        self, index: int, *, num_rows: int, num_steps: int, num_pages: int, page_tokens: int
+        self,
+        index: int,
+        *,
+        num_rows: int,
+        num_steps: int,
+        num_pages: int,
+        page_tokens: int,
+        num_states: int = 0,
     ):
         """Create a scheduler with all pages free.
 
@@ -126,8 +137,11 @@ class BlockScheduler:
             num_steps: Decoding steps per chunk.
             num_pages: Number of pages of the shard.
             page_tokens: Number of tokens per page.
+            num_states: Number of state slots of the shard; 0 without recurrent layers.
         """
         self.index = index
+        self.state_pool = PagePool(num_states) if num_states else None
+        self.state_copies: list[tuple[int, int]] = []
         self.pool = PagePool(num_pages)
         self.rows: dict[int, Row] = {}
         self.prefixes: dict[PromptTokens, Prefix] = {}
@@ -171,13 +185,30 @@ class BlockScheduler:
         ]
 
     def free(self, row: Row) -> None:
-        """Release the pages of a row. Shared pages stay allocated until no row uses them."""
+        """Release the pages and state of a row. Shared pages stay until no row uses them."""
         self.pool.free(row.pages)
         row.pages = []
+        self._free_state(row.state_slot)
         prefix = row.prefix
         del prefix.rows[row.request]
         if not prefix.rows and not prefix.cached and self._is_current(prefix):
-            del self.prefixes[prefix.prompt]
+            self._forget(prefix)
+
+    def _forget(self, prefix: Prefix) -> None:
+        """Stop sharing a prompt with new requests."""
+        self._free_state(prefix.state_slot)
+        del self.prefixes[prefix.prompt]
+
+    def _allocate_state(self) -> int:
+        return self.state_pool.allocate(1)[0] if self.state_pool else 0
+
+    def _free_state(self, slot: int) -> None:
+        if self.state_pool:
+            self.state_pool.free([slot])
+
+    def _has_states(self, count: int) -> bool:
+        """Return True if `count` states fit."""
+        return self.state_pool is None or count <= self.state_pool.num_free
 
     def _is_current(self, prefix: Prefix) -> bool:
         """Return True unless the prefix was computed with earlier weights."""
@@ -203,24 +234,26 @@ class BlockScheduler:
         for prefix in cached:
             self.pool.free(prefix.cached)
             prefix.cached = []
-            del self.prefixes[prefix.prompt]
+            self._forget(prefix)
         return bool(cached)
 
     def reset_prefix_cache(self) -> None:
         """Invalidate the prefix cache after a weight update."""
         self.evict_cached()
-        self.prefixes.clear()
+        for prefix in list(self.prefixes.values()):
+            self._forget(prefix)
 
     def next_to_swap_in(self) -> Row | None:
-        """Return the oldest preempted row if its pages fit, else None."""
+        """Return the oldest preempted row if its pages and state fit, else None."""
         row = next((row for row in self.rows.values() if row.saved is not None), None)
-        if row is None:
+        if row is None or not self._has_states(1):
             return None
         shared = len(row.prefix.shared) if row.prefix.rows else 0
         return row if self.num_missing_pages(row) - shared <= self.pool.num_free else None
 
     def swap_in(self, row: Row) -> int:
-        """Allocate pages for a preempted row; return the number of leading pages still valid."""
+        """Allocate pages and a state for a preempted row; return the number of valid pages."""
+        row.state_slot = self._allocate_state()
         prefix, num_missing_pages = row.prefix, self.num_missing_pages(row)
         num_shared = len(prefix.shared)
         num_resident = num_shared if prefix.rows else 0
@@ -230,7 +263,8 @@ class BlockScheduler:
         else:
             row.pages = self.pool.allocate(num_missing_pages)
             prefix.shared = row.pages[:num_shared]
-            self.prefixes.setdefault(prefix.prompt, prefix)
+            if self.state_pool is None:  # the state after the prompt was not saved
+                self.prefixes.setdefault(prefix.prompt, prefix)
         prefix.rows[row.request] = row
         return num_resident
 
@@ -254,15 +288,16 @@ class BlockScheduler:
         prefix = self.prefixes.get(prompt)
         num_cached = len(prefix.cached or prefix.shared) if prefix else 0
         has_pages = count_pages(max_length, self._page_tokens) - num_cached <= self.pool.num_free
+        has_room = has_pages and self._has_states(2 if prefix is None else 1)
         # Prefer a shard that has the prompt cached, then the one with the fewest running rows.
-        return (prefix is None, load, self.index) if has_pages else None
+        return (prefix is None, load, self.index) if has_room else None
 
     def admit(self, request: int, prompt: PromptTokens, *, slot: int, budget: int) -> Row:
         """Admit a request; its row prefills the prompt unless the prompt is cached."""
         prefix = self.prefixes.get(prompt)
         is_new = prefix is None
         if prefix is None:
-            prefix = self.prefixes[prompt] = Prefix(prompt)
+            prefix = self.prefixes[prompt] = Prefix(prompt, self._allocate_state())
         row = Row(
             request=request,
             slot=slot,
@@ -273,7 +308,11 @@ class BlockScheduler:
             length=0 if is_new else prefix.num_tokens,
             prefill_ids=list(prompt.ids[:-1]) if is_new else [],
             recorded_blocks=prefix.recorded_blocks,
+            state_slot=self._allocate_state(),
         )
+        # The prompt is prefilled in the prefix's state, and every sample starts from a copy.
+        if self.state_pool:
+            self.state_copies.append((prefix.state_slot, row.state_slot))
 
         # Share the full pages of a known prompt; the partial last page is copied below.
         num_full, rest = divmod(prefix.num_tokens, self._page_tokens)

@@ -282,7 +282,7 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
     # One device's shard of a micro-batch and of a chunk of logits.
     shards, shares_prompts = (
         num_batch_shards(mesh),
-        SHARES_PROMPTS[_resolve_kernels(config, model, target)],
+        _shares_prompts(config, model, target),
     )
     shape = compute_batch_shape(config, stage, shards * shares_prompts, sizes["context"], model)
     rows = shape.micro_rows // shards
@@ -447,6 +447,12 @@ def _resolve_kernels(config: ResolvedConfig, model: Architecture, target: Target
     return resolve_kernel_name(name, target.platform, model.head_dim, dtype)[0]
 
 
+def _shares_prompts(config: ResolvedConfig, model: Architecture, target: Target) -> bool:
+    """Return True if the sequences of a row share their prompt; see `Model.shards_with_prompts`."""
+    shares = SHARES_PROMPTS[_resolve_kernels(config, model, target)]
+    return shares and not model.num_recurrent_layers
+
+
 def _get_cache_sizes(config: ResolvedConfig, model: Architecture, target: Target) -> CacheSizes:
     mesh, page = make_target_mesh(config, model, target), get_page_tokens(config, model, target)
     return CacheSizes.compute(config, model, mesh, target.num_processes, page)
@@ -493,7 +499,8 @@ def _plan_sampling(config: ResolvedConfig, model: Architecture, target: Target) 
         sizes = mesh.shape["tensor"], mesh.shape["expert"]
         values += model.expert_terms(*sizes).prefill_activations
     block = prefill_block_tokens(target.platform, model.num_heads, model.num_kv_heads)
-    kv_step_bytes = 2 * (prefill_tokens // block) * STEP_TOKENS * token_bytes // model.num_layers
+    kv_step_bytes = 2 * (prefill_tokens // block) * STEP_TOKENS * token_bytes
+    kv_step_bytes //= model.num_attention_layers
     prefill = {
         "activations": prefill_tokens * values * operand_bytes,
         "keys and values": kv_step_bytes * operand_bytes // itemsize,
@@ -533,6 +540,9 @@ def _plan_sampling(config: ResolvedConfig, model: Architecture, target: Target) 
     is_separate = config.mesh.rollout_devices or _frees_params(config)
     kept = {} if is_separate else _count_state_bytes(config, model, mesh, "train")
     kept["decode weights"] = _count_decode_weight_bytes(config, model, target)
+    if model.num_recurrent_layers:
+        kept["states of recurrent layers"] = cache.num_states * cache.row_state_bytes
+        decode["rows' states"] = rows * cache.row_state_bytes
     resident, searching = _count_search_bytes(config, target)
     return _make_phase("rollout", kept | resident | searching, moments)
 
@@ -760,7 +770,7 @@ def _get_extra_head_itemsize(config: ResolvedConfig, model: Architecture, target
 def _describe_shapes(config: ResolvedConfig, model: Architecture, target: Target) -> dict[str, str]:
     """Describe the largest shapes of each phase, in total over all devices."""
     rollout, mesh, shapes = config.rollout, make_target_mesh(config, model, target), {}
-    shards = num_batch_shards(mesh) * SHARES_PROMPTS[_resolve_kernels(config, model, target)]
+    shards = num_batch_shards(mesh) * _shares_prompts(config, model, target)
     for stage in ("sft", "train"):
         if stage in config.stages:
             shape = compute_batch_shape(config, stage, shards, mesh.shape["context"], model)

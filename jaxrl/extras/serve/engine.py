@@ -72,6 +72,14 @@ class ServedEngine(Engine):
         row = self._rows[request]
         row.length, row.pending, row.is_waiting = len(token_ids) - 1, token_ids[-1], True
 
+    def can_truncate(self, request: int, num_tokens: int) -> bool:
+        """Return True if `truncate` supports this number of tokens.
+
+        Recurrent layers have the state after the last token read, and no earlier one.
+        """
+        row = self._rows[request]
+        return not self.num_states or (row.in_flight == 0 and row.length + 1 == num_tokens)
+
     def _discard_in_flight(self, request: int) -> None:
         """Ignore samples for a request from chunks that are in flight."""
         for chunk in self._in_flight:

@@ -494,9 +494,10 @@ class Worker:
         return ids, reason, len(job.data)
 
     def _cache_row(self, request: int, job: GenerationJob) -> None:
-        """Cache the row of a finished job if another turn fits in the context."""
+        """Cache the row of a finished job if it can continue with another turn."""
         ids = job.context_ids
-        if len(ids) >= self.engine.max_total_tokens:
+        is_full = len(ids) >= self.engine.max_total_tokens
+        if is_full or not self.engine.can_truncate(request, len(ids)):
             self.engine.finish(request)
             return
         self.engine.truncate(request, ids)

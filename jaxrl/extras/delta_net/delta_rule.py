@@ -1,0 +1,99 @@
+"""Gated delta rule (https://arxiv.org/abs/2412.06464), in chunks and token by token.
+
+Each head has a state S [K, V] that maps keys to values. A token first decays the state, then moves
+the value stored at its key towards its own value, and reads the state at its query:
+
+    S = exp(log_decay) S
+    S = S + beta k (v - S^T k)^T
+    out = S^T q
+
+Everything is computed in float32, with matmuls in full precision: errors of the state would add up
+over the tokens, and the sampler's steps must agree with the trainer's chunks.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+_einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+
+
+def delta_rule(
+    state: Float[Array, "b N K V"],
+    q: Float[Array, "b C N K"],
+    k: Float[Array, "b C N K"],
+    v: Float[Array, "b C N V"],
+    log_decay: Float[Array, "b C N"],
+    beta: Float[Array, "b C N"],
+    starts: Int[Array, "b C"],
+) -> tuple[Float[Array, "b C N V"], Float[Array, "b N K V"]]:
+    """Apply the gated delta rule to a chunk of C tokens; return outputs and the next state.
+
+    A token with a `log_decay` and a `beta` of 0 leaves the state unchanged.
+
+    Args:
+        state: State before the chunk, float32.
+        q: Queries, scaled.
+        k: Keys of length at most 1, which keeps the state from growing.
+        v: Values.
+        log_decay: Logarithm of the state's decay, at most 0.
+        beta: Learning rate in [0, 1].
+        starts: Index in the chunk of the first token of each token's context; -1 if the context
+            began before the chunk. A context starts from a state of zeros.
+    """
+    if q.shape[1] == 1:
+        return _delta_rule_step(state, q, k, v, log_decay, beta, starts)
+    q, k, v, log_decay, beta = (x.swapaxes(1, 2) for x in (q, k, v, log_decay, beta))
+    C = q.shape[2]
+    index = jnp.arange(C)
+    is_after = index[:, None] > index
+    # reads[t, s] is True if token t reads token s; from_state[t] if it reads the state.
+    reads = (index[:, None] >= index) & (index >= starts[:, :, None])
+    reads, from_state = reads[:, None], (starts < 0)[:, None]
+
+    # Decay between two tokens, from sums of only the tokens between them: differences of sums over
+    # the chunk would lose all digits after one token that clears the state.
+    sums = jnp.cumsum(jnp.where(is_after, log_decay[..., None], 0.0), axis=-2)
+    decay = jnp.exp(jnp.where(reads, sums, -jnp.inf))
+    # Decay since the start of the chunk.
+    state_decay = jnp.exp(jnp.where(from_state, jnp.cumsum(log_decay, axis=-1), -jnp.inf))
+
+    # The change that each token makes to the state depends on those of the tokens before it. This
+    # is a triangular system; one solve gives the changes for a state of zeros, and the part that
+    # depends on the state.
+    overlap = beta[..., None] * decay * _einsum("bntk,bnsk->bnts", k, k)
+    system = jnp.where(is_after, overlap, 0.0)  # with ones on the diagonal
+    targets = jnp.concatenate([v, state_decay[..., None] * k], axis=-1) * beta[..., None]
+    solved = jax.lax.linalg.triangular_solve(
+        system, targets, left_side=True, lower=True, unit_diagonal=True
+    )
+    changes, state_weights = jnp.split(solved, [v.shape[-1]], axis=-1)
+    changes = changes - _einsum("bntk,bnkv->bntv", state_weights, state)
+
+    scores = decay * _einsum("bntk,bnsk->bnts", q, k)
+    out = _einsum("bnts,bnsv->bntv", scores, changes)
+    out = out + _einsum("bntk,bnkv->bntv", state_decay[..., None] * q, state)
+    added = _einsum("bnsk,bnsv->bnkv", decay[..., -1, :, None] * k, changes)
+    return out.swapaxes(1, 2), state_decay[..., -1, None, None] * state + added
+
+
+def _delta_rule_step(
+    state: Float[Array, "b N K V"],
+    q: Float[Array, "b 1 N K"],
+    k: Float[Array, "b 1 N K"],
+    v: Float[Array, "b 1 N V"],
+    log_decay: Float[Array, "b 1 N"],
+    beta: Float[Array, "b 1 N"],
+    starts: Int[Array, "b 1"],
+) -> tuple[Float[Array, "b 1 N V"], Float[Array, "b N K V"]]:
+    """Apply the gated delta rule to one token, without matmuls."""
+    q, k, v, log_decay, beta = (x[:, 0] for x in (q, k, v, log_decay, beta))
+    decay = jnp.where(starts < 0, jnp.exp(log_decay), 0.0)
+    state = state * decay[..., None, None]
+    stored = (state * k[..., None]).sum(axis=-2)
+    state = state + k[..., None] * (beta[..., None] * (v - stored))[..., None, :]
+    return (state * q[..., None]).sum(axis=-2)[:, None], state
