@@ -50,8 +50,8 @@ def random_config(seed):
         rotary_fraction=float(rng.choice([0.25, 0.5, 1.0])),
         num_key_heads=num_key_heads,
         num_value_heads=num_key_heads * int(rng.integers(1, 4)),
-        key_dim=int(rng.integers(6, 20)),
-        value_dim=int(rng.integers(8, 20)),
+        key_dim=int(rng.integers(16, 32)),
+        value_dim=int(rng.integers(16, 32)),
         conv_width=int(rng.integers(2, 6)),
     )
 
