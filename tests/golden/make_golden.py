@@ -26,6 +26,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -174,6 +175,18 @@ MODELS = {
         },
     ),
     "mistral_old_spelling": small(MistralConfig, head_dim=16, sliding_window=None),
+    "qwen3_5": small(
+        Qwen3_5TextConfig,
+        num_hidden_layers=4,
+        layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+        vocab_size=112,
+        head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        rope={"partial_rotary_factor": 0.25},
+    ),
 }
 
 SCALINGS: list[dict[str, Any]] = [
@@ -200,12 +213,17 @@ BALANCE_COEF = 0.1
 
 def randomize(model: torch.nn.Module) -> None:
     """Draw weights at which every parameter matters: no zero biases, no norm scales of one."""
+    adds_one = isinstance(model.config, Qwen3_5TextConfig)  # most norms add one to their scale
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith("bias"):
                 weight.normal_(0.0, 0.5)
+            elif name.endswith("A_log"):
+                weight.uniform_(-2.0, 2.5)
             elif weight.ndim == 1:
                 weight.uniform_(0.5, 1.5)
+                if adds_one and "linear_attn" not in name:
+                    weight.sub_(1.0)
             else:
                 weight.normal_(0.0, weight.shape[-1] ** -0.5)
 
@@ -292,7 +310,8 @@ def main() -> None:
         model.save_pretrained(folder)
         if name.endswith("old_spelling"):
             spell_as_before_transformers_5(folder / "config.json")
-        token_ids = torch.randint(0, config.vocab_size, (2, 20))
+        is_hybrid = isinstance(config, Qwen3_5TextConfig)  # 70 tokens are more than a chunk
+        token_ids = torch.randint(0, config.vocab_size, (2, 70 if is_hybrid else 20))
         arrays = reference(model, token_ids)
         if isinstance(config, Qwen3MoeConfig):
             arrays |= gradients(model, token_ids)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jaxrl.training.packing import BatchShape
 from tests.extras.delta_net.models import TINY_HYBRID, random_params
 from tests.helpers import (
     NUM_TOKENS,
+    full_pass,
     gather,
     gradient_of,
     pack_all,
@@ -31,6 +33,21 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 PARAMS = jax.tree.map(jnp.asarray, random_params(TINY_HYBRID, seed=0))
 SEQUENCES = random_sequences([9, 70, 31, 64, 25, 130, 1, 17])
+
+
+def test_logits_are_those_of_transformers():
+    folder = Path(__file__).parents[2] / "golden" / "qwen3_5"
+    config, params = read_architecture(folder), load_hf(folder)
+    wanted = dict(np.load(folder / "golden.npz"))
+    token_ids = jnp.asarray(wanted["token_ids"])
+    positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
+    segment_ids = jnp.array([[1], [2]]) * jnp.ones_like(token_ids)
+    row = [x.reshape(1, -1) for x in (token_ids, positions, segment_ids)]
+    hidden = full_pass(config, params, *row)
+    logits = config.unembed(params, hidden, num_tokens=config.vocab_size)
+    np.testing.assert_allclose(
+        logits.reshape(wanted["logits"].shape), wanted["logits"], atol=1e-4, rtol=0
+    )
 
 
 def make_model(**settings):
