@@ -1,7 +1,8 @@
 """Search for accepted answers in a corpus, in one pass over its documents.
 
 Texts are normalized as for exact match (`jaxrl.envs.rewards.qa.normalize_answer`) and compared word
-by word. In scripts without spaces, every letter is a word.
+by word. Dashes, brackets and the like separate words. In scripts without spaces, every letter is a
+word.
 """
 
 from __future__ import annotations
@@ -24,10 +25,14 @@ _UNSPACED = regex.compile(UNSPACED, regex.V1)
 # A superset of `UNSPACED`, without dashes and quotes, that `re` searches ten times as fast.
 _MAYBE_UNSPACED = re.compile("[\u0e00-\u1fff\u2e80-\U0010ffff]")
 
+# `normalize_answer` deletes punctuation, which would join the words in "that?[1]" or "1899—he".
+# Within a word, as in "U.S." or "AT&T", there is only one of the characters .,'’/&- at a time.
+_SEPARATOR = regex.compile(r"[[\p{P}\p{S}]--[.,'’/&\-]]|[\p{P}\p{S}]{2,}", regex.V1)
+
 
 def split_words(text: str) -> list[str]:
     """Normalize a text as for exact match, and split it into words."""
-    normalized = normalize_answer(text)
+    normalized = normalize_answer(_SEPARATOR.sub(" ", text))
     if _MAYBE_UNSPACED.search(normalized):
         normalized = _UNSPACED.sub(r" \g<0> ", normalized)
     return normalized.split()

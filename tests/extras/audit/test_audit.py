@@ -154,6 +154,23 @@ def test_answers_match_whole_words_in_one_field():
     assert (missing, num_checked) == (["beatles formed", "pool", "京都"], 7)
 
 
+def test_punctuation_without_spaces_separates_words():
+    """In the first four documents, of SQuAD, deleting it would join two words."""
+    texts = [
+        "Marconi's experiments in July 1899—Marconi may have transmitted the letter S",
+        'On hearing the result, Grainer asked, "Did I write that?"[citation needed]',
+        "Tesla thought the plane would sell for less than $1,000.:251",
+        "historians John Gallagher (1919–1980) and Ronald Robinson",
+        "the U.S.-based company AT&T didn't",
+    ]
+    documents = [Document(str(i), "", text) for i, text in enumerate(texts)]
+    found = ["July 1899", "Did I write that?", "less than $1,000", "1980", "US", "AT&T", "didn't"]
+    missing = ["July 18", "000", "S. based", "AT", "didn"]
+    tasks = [Task(id=text, question="?", answers=(text,)) for text in found + missing]
+    flags, _ = find_unanswerable(tasks, documents)
+    assert [task.id for task, flag in zip(tasks, flags, strict=True) if flag] == missing
+
+
 def test_the_index_finds_the_phrases_that_a_scan_finds():
     rng = np.random.default_rng(0)
     words = [*"bcdefgh"]
