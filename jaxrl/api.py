@@ -19,6 +19,7 @@ import atexit
 import contextlib
 import dataclasses
 import html
+import math
 import signal
 import sys
 import threading
@@ -400,7 +401,11 @@ class Trainer:
             return
         if run_state.progress.stage_step > 0 and run_state.progress != run_state.saved:
             run_state.save()
-        self._checkpointer.wait()
+        try:
+            self._checkpointer.wait()
+        except Exception:
+            run_state.saved = None  # for example, the disk is full: the next call saves again
+            raise
 
     def _warn_if_unsaved(self) -> None:
         """Warn of unsaved steps at exit, when JAX can no longer save."""
@@ -418,7 +423,7 @@ class Trainer:
             raise ValueError("the trainer is closed; create another one for the same workdir.")
         if self._learner.is_partial:
             raise ValueError(
-                "an error ended an update halfway; close this trainer, and create another one, "
+                "an error ended a step halfway; close this trainer, and create another one, "
                 "which resumes from the newest checkpoint."
             )
         return self._learner
@@ -429,6 +434,43 @@ class Trainer:
         if learner.run_state.progress.record is not None:
             self._finish(learner.finish_step)
         return self._open_learner
+
+    def _check_groups(self, groups: Sequence[Group]) -> None:
+        """Check groups, which the caller may have built or changed.
+
+        Raises:
+            ValueError: A group or trajectory is invalid.
+        """
+        if not isinstance(groups, Sequence) or not all(
+            isinstance(group, Group) and group.trajectories for group in groups
+        ):
+            raise ValueError(
+                f"groups are {groups!r:.80}; expected a list of Group, each with at least one "
+                "trajectory."
+            )
+        num_tokens = self.tokenizer.num_tokens
+        for trajectory in flatten_groups(groups):
+            ids, custom = trajectory.token_ids, trajectory.custom_advantages
+            arrays = [trajectory.loss_mask, trajectory.rollout_logprobs]
+            arrays += [trajectory.rollout_entropies, trajectory.policy_versions]
+            arrays += [] if custom is None else [custom]
+            advantages = [trajectory.advantage, *(trajectory.turn_advantages or ())]
+            name = f"a trajectory of task {trajectory.task_id!r}"
+            if any(array.shape != ids.shape for array in arrays):
+                shapes = ", ".join(str(list(array.shape)) for array in arrays)
+                raise ValueError(
+                    f"{name} has {len(ids)} token_ids, and other arrays of shapes {shapes}; "
+                    "expected one value per token."
+                )
+            if len(ids) and not 0 <= ids.min() <= ids.max() < num_tokens:
+                raise ValueError(
+                    f"{name} has token ids from {ids.min()} to {ids.max()}; expected ids of this "
+                    f"run's tokenizer, 0 to {num_tokens - 1}."
+                )
+            if not all(map(math.isfinite, (x for x in advantages if x is not None))) or not (
+                custom is None or np.isfinite(custom).all()
+            ):
+                raise ValueError(f"{name} has an advantage that is not finite; see set_advantages.")
 
     @property
     def tasks(self) -> Sequence[Task]:
@@ -475,16 +517,18 @@ class Trainer:
             ValueError: A setting is invalid, or the sampler is not compiled for it.
         """
         learner, settings = self._open_learner, self._prepared.settings
+        if not query or (isinstance(query, str) and not query.strip()):
+            raise ValueError(f"generate received {query!r}; expected a question, a chat or a task.")
         if isinstance(query, str):
             query = Task(id="generate", question=query)
         elif not isinstance(query, Task):
             query = Task(id="generate", messages=tuple(query))
         temperature = learner.method.temperature if temperature is None else temperature
         top_p = learner.method.top_p if top_p is None else top_p
-        if temperature < 0 or not 0 < top_p <= 1:
+        if not (0 <= temperature < math.inf and 0 < top_p <= 1):
             raise ValueError(
                 f"generate received temperature={temperature} and top_p={top_p}; expected a "
-                "temperature of at least 0, and top_p in (0, 1]."
+                "finite temperature of at least 0, and top_p in (0, 1]."
             )
         kinds = select_sampling_kinds(self._config)
         kind = select_kind(temperature, top_p)
@@ -535,6 +579,7 @@ class Trainer:
             tasks: Tasks of any source. A task may occur several times.
             group_size: Trajectories per task; 0 for `rollout.group_size`.
         """
+        _check_tasks(tasks)
         with self._handle_stops():
             return self._begin_step().rollout(tasks, group_size)
 
@@ -549,6 +594,7 @@ class Trainer:
         Also measures the divergence from the reference and adjusts rewards, if configured. For
         custom advantages, call `set_advantages` instead, or on the result.
         """
+        self._check_groups(groups)
         with self._handle_stops():
             return self._begin_step().compute_advantages(groups)
 
@@ -566,6 +612,7 @@ class Trainer:
         Raises:
             ValueError: The method has no reference.
         """
+        self._check_groups(groups)
         with self._handle_stops():
             return self._open_learner.compute_logprobs(groups, use_reference=use_reference)
 
@@ -599,8 +646,9 @@ class Trainer:
             `reward`, `entropy` and `grad_norm` if the method computes them.
 
         Raises:
-            ValueError: A trajectory has no advantage, or `num_steps` steps are done.
+            ValueError: A trajectory has no advantage or is invalid, or `num_steps` steps are done.
         """
+        self._check_groups(groups)
         if loss is not None:
             probe_loss(loss)
         with self._handle_stops():
@@ -614,6 +662,7 @@ class Trainer:
         The result equals the gradient of all groups in one mini-batch. For arguments, see
         `update`.
         """
+        self._check_groups(groups)
         if loss is not None:
             probe_loss(loss)
         with self._handle_stops():
@@ -642,6 +691,8 @@ class Trainer:
         Args:
             tasks: Tasks to train on; None for the next tasks of the stream, as in `train`.
         """
+        if tasks is not None:
+            _check_tasks(tasks)
         with self._handle_stops():
             learner = self._begin_step()
             learner.run_state.check_budget()
@@ -759,6 +810,11 @@ def _add_short_names(metrics: dict[str, Any]) -> dict[str, Any]:
         for name, names in SHORT_NAMES.items()
     }
     return {name: value for name, value in short.items() if value is not None} | metrics
+
+
+def _check_tasks(tasks: Sequence[Task]) -> None:
+    if not isinstance(tasks, Sequence) or not all(isinstance(task, Task) for task in tasks):
+        raise ValueError(f"tasks are {tasks!r:.80}; expected a list of Task.")
 
 
 def _join_job(

@@ -118,7 +118,7 @@ class Learner:
         )
         self._custom_losses: dict[Callable[..., Any], tuple[Method, UpdateStep]] = {}
         self._has_weights = False  # True if the sampler holds the current weights
-        self.is_partial = False  # True if an error ended an update after its first optimizer step
+        self.is_partial = False  # True if an error ended a step that cannot be repeated or saved
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -324,7 +324,14 @@ class Learner:
         with interruptible(self.run_state.should_stop):
             groups = self.add_divergences(groups)
         # If a step calls this again, restart from the step's first state with all groups so far.
-        self._advanced_groups = [*self._advanced_groups, *groups]
+        # Trajectories that return, for example in a repeated call, count once.
+        returning = {id(t.token_ids) for t in flatten_groups(groups)}
+        earlier = [
+            group
+            for group in self._advanced_groups
+            if returning.isdisjoint(id(t.token_ids) for t in group.trajectories)
+        ]
+        self._advanced_groups = [*earlier, *groups]
         advanced, advanced_groups = update_controllers(
             progress.controllers,
             self._advanced_groups,
@@ -335,7 +342,7 @@ class Learner:
         # The KL state lags one step: otherwise a divergence would determine its own penalty.
         used = dataclasses.replace(advanced, kl=progress.controllers.kl)
         self._controllers = used, advanced
-        return used, advanced_groups[-len(groups) :]
+        return used, advanced_groups[len(earlier) :]
 
     def update(
         self, groups: Sequence[Group], loss: Callable[..., Any] | None = None
@@ -353,7 +360,7 @@ class Learner:
         """
         run_state, stage = self.run_state, self.stage
         policy_version, scale = int(self.state.num_updates), run_state.progress.watched.lr_scale
-        if self._accumulated is not None:
+        if self._accumulated_groups:
             raise ValueError("there are accumulated gradients; call apply_gradients first.")
         method, update = self._select_loss(loss)
         groups, minibatches = self._prepare_update(groups, method)
@@ -423,16 +430,21 @@ class Learner:
         Raises:
             ValueError: There is no accumulated gradient.
         """
-        accumulated, progress = self._accumulated, self.run_state.progress
-        if accumulated is None:
+        accumulated, groups = self._accumulated, self._accumulated_groups
+        if not groups:
             raise ValueError("there are no gradients; call accumulate_gradients first.")
-        policy_version, scale = int(self.state.num_updates), progress.watched.lr_scale
-        self._accumulated, self.is_partial = None, True
-        self.run_state.state, metrics = self.stage.update.apply_gradients(
-            self.state, accumulated.sums, None if scale == 1 else scale
-        )
+        policy_version, progress = int(self.state.num_updates), self.run_state.progress
+        scale = progress.watched.lr_scale
+        update_metrics: list[dict[str, Any]] = []
+        if accumulated is not None:  # otherwise the groups hold only environment errors
+            self.is_partial = True
+            self.run_state.state, metrics = self.stage.update.apply_gradients(
+                self.state, accumulated.sums, None if scale == 1 else scale
+            )
+            update_metrics.append(metrics)
         packed = [piece.packed for piece in self._accumulated_pieces]
-        return self._complete_update(self._accumulated_groups, packed, [metrics], policy_version)
+        self._accumulated, self._accumulated_groups, self._accumulated_pieces = None, [], []
+        return self._complete_update(groups, packed, update_metrics, policy_version)
 
     def _compute_gradients(
         self, pieces: Sequence[Piece], update: UpdateStep, method: Method
@@ -523,6 +535,7 @@ class Learner:
         scale = progress.watched.lr_scale
         assert self._controllers is not None
         controllers, next_controllers = self._controllers
+        self.is_partial = True  # also if no optimizer step was taken
         # Updates are dispatched asynchronously. While the devices work, collect the groups of the
         # next step (rollout.async_level).
         prefetched = None
@@ -622,6 +635,7 @@ class Learner:
         every, eval_metrics = settings.every_steps, dict[str, float]()
         if is_last or (every and progress.stage_step % every == 0):
             eval_metrics = run_state.evaluate(settings.suites)
+        self.is_partial = True  # until the record is written: a disk may be full
         update_gate(run_state, eval_metrics)
         # Complete the record. A checkpoint without a record has no pending evaluation.
         record = unfinished_record | eval_metrics | progress.controllers.metrics()
@@ -639,12 +653,14 @@ class Learner:
         is_early = not is_last and progress.is_out_of_patience(settings.patience)
         mark = {"stopped_early": 1} if is_early else {}
         run_state.metrics_log.write(progress.step, "train", record | mark)
+        self.is_partial = False
+        self._begin_step()
         act_on_signs(run_state)
         # `end` saves the last step. If patience ran out, the stage ends with the best checkpoint,
         # so this step is saved only if it is the best.
         if not is_last and (is_best or (run_state.is_checkpoint_due and not is_early)):
             run_state.save()
-        self._begin_step()
+            self._timer = StepTimer()  # times of a step exclude the checkpoint before it
         return record
 
     def end(self) -> Params:

@@ -1,16 +1,22 @@
 """Training step by step from Python: equal to `train`, interchangeable with it, and its pieces."""
 
+import contextlib
+import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from jaxrl import api
+from jaxrl.envs.base import Outcome
 from jaxrl.objectives.aggregation import AGGREGATIONS
 from jaxrl.objectives.losses import PolicyLoss
 from jaxrl.runtime.checkpoint import list_steps
@@ -19,9 +25,11 @@ from jaxrl.training.gradients import AccumulatedGradients
 from jaxrl.training.minibatches import make_minibatches
 from jaxrl.training.policy_loss import make_policy_loss
 from jaxrl.training.update import GradientStep, put_batch
-from jaxrl.types import flatten_groups
+from jaxrl.types import Group, flatten_groups
 from jaxrl.utils.callables import NamedFunction
+from tests.helpers import no_file_beyond, with_devices
 from tests.runs import (
+    assert_same_weights,
     base_config,
     evaluation,
     free_port,
@@ -90,12 +98,59 @@ def trained(config, tmp_path_factory, quick_compilation, one_size, no_pictures):
 def trainer(tiny_world, tmp_path_factory, quick_compilation, one_size, no_pictures):
     """A trainer with one update per step, shared by tests that take few steps."""
     changes = {"num_steps": 100, "kl.coef": 0.01, "optimizer.epsilon": 1e-3}
+    changes |= {"checkpoint.every_steps": 100}
+    changes |= {"optimizer.beta1": 0.0, "optimizer.beta2": 0.0}  # steps need no earlier gradients
     config = with_changes(base_config(tiny_world), changes)
     with api.Trainer(config, tmp_path_factory.mktemp("runs") / "shared") as trainer:
         yield trainer
 
 
 def test_single_calls_repeat_train_bit_for_bit(config, trained, tmp_path):
+    with api.Trainer(config, tmp_path) as trainer:
+        while not trainer.is_done:
+            groups = trainer.rollout(trainer.next_tasks())
+            trainer.compute_advantages(groups)  # as when a notebook's cell runs twice
+            trainer.update(trainer.compute_advantages(groups))
+            trainer.finish_step()
+        trainer.export(tmp_path)
+    check_same_run(tmp_path, trained)
+
+
+def test_a_run_killed_between_two_calls_repeats_train(config, trained, tmp_path):
+    """A kill leaves the folder as it is then, also while a checkpoint is written."""
+    workdirs = []
+
+    def copy_workdir():
+        workdirs.append(tmp_path / f"killed_{len(workdirs)}")
+        shutil.copytree(tmp_path / "run", workdirs[-1])
+
+    with api.Trainer(config, tmp_path / "run") as trainer:
+        step_through(trainer)
+        copy_workdir()
+        groups = trainer.rollout(trainer.next_tasks())
+        trainer.update(trainer.compute_advantages(groups))
+        copy_workdir()
+        trainer.finish_step()
+        copy_workdir()
+    for workdir in workdirs:
+        with api.Trainer(config, workdir) as trainer:
+            while not trainer.is_done:
+                step_through(trainer)
+            trainer.export(workdir)
+        check_same_run(workdir, trained)
+
+
+def test_a_step_that_a_full_disk_ends_is_repeated(config, trained, tmp_path, monkeypatch):
+    trainer = api.Trainer(config, tmp_path)
+    step_through(trainer)
+    trainer.update(trainer.compute_advantages(trainer.rollout(trainer.next_tasks())))
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer._learner.run_state.metrics_log, "_path", Path("/dev/full"))
+        with pytest.raises(OSError, match="No space left"):
+            trainer.finish_step()
+    with pytest.raises(ValueError, match="halfway"):
+        trainer.save()
+    trainer.close()
     with api.Trainer(config, tmp_path) as trainer:
         while not trainer.is_done:
             step_through(trainer)
@@ -215,26 +270,40 @@ def test_usage_counts_once_however_often_a_step_is_saved(config, tiny_world, tmp
         assert record["perf/ledger/total/attempts/search"] == first + num_searches
 
 
-def test_two_processes_repeat_train_in_two_processes(tiny_world, tmp_path, quick_compilation):
-    settings = ["--config.num_steps=2", "--config.stages=('train',)", "--config.eval.suites=()"]
-    settings += ["--config.eval.max_tasks=4", "--config.rollout.max_num_seqs=8"]
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_jobs_and_meshes_repeat_train(tiny_world, tmp_path, quick_compilation, num_processes):
+    """One process with eight devices, and two processes with one device each."""
+    settings = {
+        **{"num_steps": 2, "stages": ("train",), "eval.suites": (), "eval.max_tasks": 4},
+        **{"rollout.max_num_seqs": 8, "kl.coef": 0.01, "optimizer.num_minibatches": 2},
+        "env.name": "tests.runs.Chance",  # so that advantages differ from 0
+    }
+    environment = os.environ | quick_compilation
+    if num_processes == 1:
+        settings |= {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
+        environment |= with_devices(8)
     for module in ("jaxrl.launch", "examples.grpo_loop"):
-        job = [f"--coordinator=127.0.0.1:{free_port()}", "--num_processes=2"]
         command = [sys.executable, "-m", module, f"--config=configs/debug_tiny.py:{tiny_world}"]
-        command += [f"--workdir={tmp_path / module}", *settings, *job]
+        command += [f"--config.{name}={value}" for name, value in settings.items()]
+        command += [f"--workdir={tmp_path / module}"]
+        if num_processes > 1:
+            command += [f"--coordinator=127.0.0.1:{free_port()}", "--num_processes=2"]
         processes = [
             subprocess.Popen(
-                [*command, f"--process_id={index}"],
-                env=os.environ | quick_compilation,
+                [*command, *([f"--process_id={index}"] if num_processes > 1 else [])],
+                env=environment,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
             )
-            for index in range(2)
+            for index in range(num_processes)
         ]
         outputs = [process.communicate(timeout=240)[0] for process in processes]
-        assert [process.returncode for process in processes] == [0, 0], outputs
-    assert lasting(tmp_path / "examples.grpo_loop") == lasting(tmp_path / "jaxrl.launch")
+        assert [process.returncode for process in processes] == [0] * num_processes, outputs
+    loop, run = tmp_path / "examples.grpo_loop", tmp_path / "jaxrl.launch"
+    assert lasting(loop) == lasting(run)
+    assert lasting(run)[-1]["actor/pg_loss"] != 0
+    assert_same_weights(loop / "export", run / "export")
 
 
 def test_logprobs_are_those_of_the_sampler(trainer):
@@ -276,6 +345,102 @@ def test_a_custom_loss_has_the_value_computed_by_hand(trainer):
 def weighted_logprobs(logprobs, advantages, loss_mask):
     """A loss that is linear in the advantages."""
     return PolicyLoss(jnp.where(loss_mask, -advantages * logprobs, 0.0), {})
+
+
+def compute_plain_logprobs(weights, config, token_ids, num_tokens):
+    """Return the log-probability of each token after the first, by Qwen3's equations."""
+
+    def normalize(x, name):
+        scale = jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + config["rms_norm_eps"])
+        return x * scale * weights[f"{name}.weight"]
+
+    def project(x, name):
+        return x @ weights[f"{name}.weight"].T
+
+    def rotate(x):
+        half = config["head_dim"] // 2
+        angles = jnp.arange(len(x))[:, None] * config["rope_theta"] ** -(jnp.arange(half) / half)
+        cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
+        first, second = x[..., :half], x[..., half:]
+        return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+
+    hidden = weights["model.embed_tokens.weight"][token_ids]
+    is_visible = jnp.tri(len(token_ids), dtype=bool)
+    for index in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{index}"
+        x = normalize(hidden, f"{layer}.input_layernorm")
+        q, k, v = (
+            project(x, f"{layer}.self_attn.{name}_proj").reshape(len(x), -1, config["head_dim"])
+            for name in "qkv"
+        )
+        q = rotate(normalize(q, f"{layer}.self_attn.q_norm"))
+        k = rotate(normalize(k, f"{layer}.self_attn.k_norm"))
+        k, v = (x.repeat(q.shape[1] // k.shape[1], axis=1) for x in (k, v))
+        scores = jnp.einsum("qhd,khd->hqk", q, k) / config["head_dim"] ** 0.5
+        attended = jax.nn.softmax(jnp.where(is_visible, scores, -jnp.inf)) @ v.swapaxes(0, 1)
+        attended = attended.swapaxes(0, 1).reshape(len(x), -1)
+        hidden += project(attended, f"{layer}.self_attn.o_proj")
+        x = normalize(hidden, f"{layer}.post_attention_layernorm")
+        gate, up = (project(x, f"{layer}.mlp.{name}_proj") for name in ("gate", "up"))
+        hidden += project(jax.nn.silu(gate) * up, f"{layer}.mlp.down_proj")
+    logits = normalize(hidden, "model.norm") @ weights["model.embed_tokens.weight"].T
+    table = jax.nn.log_softmax(logits[:-1, :num_tokens])
+    return jnp.take_along_axis(table, token_ids[1:, None], axis=1)[:, 0]
+
+
+@pytest.mark.parametrize("num_calls", [1, 3])
+def test_an_update_is_that_of_a_plain_model(trainer, tiny_world, tmp_path, num_calls):
+    """Log-probabilities, gradient of loss and KL term, clipping and optimizer."""
+    groups = trainer.rollout(trainer.next_tasks(3))
+    trajectories = flatten_groups(groups)
+    rng = np.random.default_rng(0)
+    advantages = [rng.normal(size=len(t.token_ids)).astype(np.float32) for t in trajectories]
+    groups = api.set_advantages(groups, advantages)
+    model = json.loads((tiny_world / "model" / "config.json").read_text())
+    first = load_file(tiny_world / "model" / "model.safetensors")
+    before = load_file(trainer.export(tmp_path / "before") / "model.safetensors")
+
+    # Rows of equal length: a causal model ignores what follows.
+    rows = [t.token_ids for t in trajectories], advantages, [t.loss_mask for t in trajectories]
+    length = max(map(len, advantages))
+    token_ids, values, mask = (
+        np.array([np.pad(x, (0, length - len(x))) for x in array]) for array in rows
+    )
+
+    @jax.jit
+    def score(weights):
+        return jax.vmap(
+            lambda row: compute_plain_logprobs(weights, model, row, trainer.tokenizer.num_tokens)
+        )(token_ids)
+
+    def compute_loss(weights):
+        logprobs = score(weights)
+        diff = score(first) - logprobs
+        losses = -values[:, 1:] * logprobs + 0.01 * (jnp.exp(diff) - diff - 1)
+        return jnp.where(mask[:, 1:], losses, 0.0).sum() / mask.sum()
+
+    for got, expected, t in zip(
+        trainer.compute_logprobs(groups), score(before), trajectories, strict=True
+    ):
+        expected = np.where(t.loss_mask[1:], expected[: len(got) - 1], 0.0)
+        np.testing.assert_allclose(got[1:], expected, atol=2e-5)
+
+    if num_calls == 1:
+        metrics = trainer.update(groups, loss=weighted_logprobs)
+    else:
+        for group in groups:
+            trainer.accumulate_gradients([group], loss=weighted_logprobs)
+        metrics = trainer.apply_gradients()
+    gradients = jax.grad(compute_loss)(before)
+    norm = np.sqrt(sum(np.square(g).sum() for g in jax.tree.leaves(gradients)))
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    after = load_file(trainer.export(tmp_path / "after") / "model.safetensors")
+    lr = trainer._config.optimizer.lr
+    for name, gradient in gradients.items():
+        clipped = gradient / max(norm, 1.0)
+        expected = -lr * clipped / (np.abs(clipped) + 1e-3)
+        np.testing.assert_allclose(after[name] - before[name], expected, atol=0.01 * lr)
+    trainer.finish_step()
 
 
 @pytest.mark.parametrize("aggregation", sorted(AGGREGATIONS))
@@ -385,4 +550,67 @@ def test_wrong_calls_are_refused_and_change_nothing(trainer):
         api.set_advantages(groups, [float("nan")] * 4)
     with pytest.raises(ValueError, match="PolicyLoss"):
         trainer.update(api.set_advantages(groups, [1.0] * 4), loss=lambda logprobs: logprobs)
+    with pytest.raises(ValueError, match="expected a function"):
+        trainer.update(api.set_advantages(groups, [1.0] * 4), loss="weighted_logprobs")
+    with pytest.raises(ValueError, match="expected a list of Task"):
+        trainer.rollout(["who is the mentor of Soren Dumont?"])
+    with pytest.raises(ValueError, match="expected a question"):
+        trainer.generate(" ")
+    with pytest.raises(ValueError, match="temperature=nan"):
+        trainer.generate("who is the mentor of Soren Dumont?", temperature=float("nan"))
     assert trainer.num_steps_done == num_done
+
+
+def test_a_checkpoint_that_a_full_disk_ends_does_not_count_as_saved(trainer):
+    step_through(trainer)
+    with no_file_beyond(20_000), pytest.raises(ValueError, match="Error writing"):
+        trainer.save()
+    with contextlib.suppress(ValueError):  # Orbax repeats the error once
+        trainer.save()
+    trainer.save()
+    assert trainer.num_steps_done in list_steps(trainer._workdir / "checkpoints")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"advantage": float("nan")}, "not finite"),
+        ({"custom_advantages": np.ones(3, np.float32)}, r"shapes .*\[3\]"),
+        ({"loss_mask": np.ones(3, bool)}, r"shapes \[3\]"),
+        ({"token_ids": np.full(3, 10**6)}, "from 1000000 to 1000000"),
+    ],
+)
+def test_changed_trajectories_are_refused(trainer, changes, message):
+    if "token_ids" in changes:
+        names = ("loss_mask", "rollout_logprobs", "rollout_entropies", "policy_versions")
+        changes = changes | dict.fromkeys(names, np.ones(3))
+    [group] = api.set_advantages(trainer.rollout(trainer.next_tasks(1)), [1.0, 0.0, 0.0, 0.0])
+    changed = Group(
+        trajectories=(replace(group.trajectories[0], **changes), *group.trajectories[1:])
+    )
+    for use in (trainer.update, trainer.accumulate_gradients, trainer.compute_logprobs):
+        with pytest.raises(ValueError, match=message):
+            use([changed])
+    for wrong in ([Group(trajectories=())], group, list(group.trajectories)):
+        with pytest.raises(ValueError, match="expected a list of Group"):
+            trainer.compute_advantages(wrong)
+
+
+def test_accumulated_environment_errors_make_a_step_without_an_update(trainer):
+    groups = trainer.rollout(trainer.next_tasks(1))
+    failed = [
+        Group(
+            trajectories=tuple(
+                replace(t, outcome=Outcome.ENVIRONMENT_ERROR) for t in group.trajectories
+            )
+        )
+        for group in groups
+    ]
+    before = trainer.num_steps_done, int(trainer._learner.state.num_updates)
+    trainer.accumulate_gradients(failed)
+    with pytest.raises(ValueError, match="call apply_gradients first"):
+        trainer.update(api.set_advantages(groups, [1.0] * 4))
+    trainer.apply_gradients()
+    trainer.finish_step()
+    after = trainer.num_steps_done, int(trainer._learner.state.num_updates)
+    assert after == (before[0] + 1, before[1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -133,6 +133,11 @@ def probe_loss(loss: Callable[..., Any]) -> None:
     Raises:
         UserCodeError: The loss takes an unknown array, raised, or returned an invalid value.
     """
+    if not callable(loss) or not isinstance(loss, Hashable):
+        raise UserCodeError(
+            f"the loss is {loss!r:.80}; expected a function, or a callable object with a hash, "
+            "such as a frozen dataclass."
+        )
     function = NamedFunction.from_callable("loss.name", loss)
     unknown = [name for name in function.arguments if name not in LOSS_ARRAYS]
     if unknown:

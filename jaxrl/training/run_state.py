@@ -354,7 +354,6 @@ class RunState:
         started = time.perf_counter()
         self.progress.num_records = self.metrics_log.num_records
         self.progress.num_failed = self.failures.num_batches
-        self.saved = dataclasses.replace(self.progress)
         self.display.show_activity("saving a checkpoint")
         trim_memory()  # make room for the host copies of the save
         self.checkpointer.save(
@@ -364,6 +363,7 @@ class RunState:
             self.ref_params,
             value=self.progress.value,
         )
+        self.saved = dataclasses.replace(self.progress)
         self.metrics_log.add_to_next("timing_s/save_checkpoint", time.perf_counter() - started)
 
     def save_progress(self) -> None:
