@@ -130,6 +130,7 @@ class Learner:
         self._controllers: tuple[Controllers, Controllers] | None = None
         self._advanced_groups: list[Group] = []  # groups that the controllers have seen
         self._accumulated: AccumulatedGradients | None = None
+        self._accumulated_update = self.stage.update  # that of the loss with these gradients
         self._accumulated_groups: list[Group] = []
         self._accumulated_pieces: list[Piece] = []
 
@@ -409,7 +410,7 @@ class Learner:
 
         Raises:
             ValueError: Adding groups changes the token weights of `loss.aggregation` by more than a
-                common factor.
+                common factor, or the loss has other metrics than in earlier calls.
         """
         method, update = self._select_loss(loss)
         single = dataclasses.replace(method.optimizer, num_minibatches=1, num_epochs=1)
@@ -418,7 +419,9 @@ class Learner:
         if pieces:
             with interruptible(self.run_state.should_stop):
                 gradients = self._compute_gradients(pieces, update, method)
-            if self._accumulated is not None:
+            if self._accumulated is None:
+                self._accumulated_update = update
+            else:
                 gradients = self._accumulated.combine(gradients, method.loss.aggregation)
             self._accumulated = gradients
         self._accumulated_groups += groups
@@ -438,7 +441,7 @@ class Learner:
         update_metrics: list[dict[str, Any]] = []
         if accumulated is not None:  # otherwise the groups hold only environment errors
             self.is_partial = True
-            self.run_state.state, metrics = self.stage.update.apply_gradients(
+            self.run_state.state, metrics = self._accumulated_update.apply_gradients(
                 self.state, accumulated.sums, None if scale == 1 else scale
             )
             update_metrics.append(metrics)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -463,6 +464,7 @@ def test_accumulated_gradients_are_those_of_one_large_minibatch(trainer, monkeyp
             kl=replace(method.kl, coef=0.0),
         ),
     )
+    monkeypatch.setattr(learner, "_custom_losses", {})  # those of the other method
     groups = trainer.rollout(trainer.next_tasks(6))
     count, shape = len(flatten_groups(groups)), learner.stage.shape
     values = np.random.default_rng(0).normal(size=count)
@@ -490,8 +492,9 @@ def test_accumulated_gradients_are_those_of_one_large_minibatch(trainer, monkeyp
 
 def test_weights_that_depend_on_other_lengths_are_not_accumulated():
     """By the longest trajectory: weights change by more than a factor when groups are added."""
+    sums = SimpleNamespace(metrics={})
     first, second = (
-        AccumulatedGradients(sums=None, counts=np.array(counts)) for counts in ([1, 2], [9, 3])
+        AccumulatedGradients(sums=sums, counts=np.array(counts)) for counts in ([1, 2], [9, 3])
     )
     with pytest.raises(ValueError, match="cannot be accumulated"):
         first.combine(second, lambda counts: 1.0 / (counts + counts.max()))

@@ -35,8 +35,15 @@ class AccumulatedGradients:
         """Add the gradient of another piece; weight tokens as `aggregation` does for both pieces.
 
         Raises:
-            ValueError: Adding the piece changes token weights by more than a common factor.
+            ValueError: Adding the piece changes token weights by more than a common factor, or the
+                losses of the pieces have different metrics.
         """
+        metrics, other_metrics = sorted(self.sums.metrics), sorted(other.sums.metrics)
+        if metrics != other_metrics:
+            raise ValueError(
+                f"gradients of losses with the metrics {metrics} and {other_metrics} cannot be "
+                "accumulated; use the same loss in all calls."
+            )
         counts = np.concatenate([self.counts, other.counts])
         joint = np.broadcast_to(np.asarray(aggregation(counts), np.float64), counts.shape)
         factors = []
