@@ -12,7 +12,7 @@ from jaxrl.models.registry import read_architecture
 from jaxrl.sampling.engine import Engine, Request
 from jaxrl.sampling.stop_strings import StopAutomaton
 from tests.extras.delta_net.models import random_params
-from tests.helpers import full_pass
+from tests.helpers import full_pass, relative_distance
 from tests.toys import one_device_mesh
 
 torch = pytest.importorskip("torch")
@@ -124,11 +124,13 @@ def test_exported_models_agree_with_transformers(tmp_path, seed):
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(gradients)
     }
+    ours = {}
     for name, location in locate_hf_tensors(config).items():
-        ours = np.asarray(leaves[location.param])[location.index]
-        ours = ours.T if location.is_transposed else ours
-        error = np.linalg.norm(ours - theirs[name]) / np.linalg.norm(theirs[name])
-        assert error < 1e-4, name
+        gradient = np.asarray(leaves[location.param])[location.index]
+        ours[name] = gradient.T if location.is_transposed else gradient
+        # Gradients of a few values, such as `dt_bias`, are sums that nearly cancel.
+        assert relative_distance(ours[name], theirs[name]) < 1e-3, name
+    assert relative_distance(ours, {name: theirs[name] for name in ours}) < 1e-4
 
     # Greedy tokens.
     prompts = token_ids[:, :9]
