@@ -254,6 +254,10 @@ def run_suites(
             run_state.workdir,
             (t for groups in groups_by_suite.values() for t in flatten_groups(groups)),
         )
+        count = run_state.settings.num_logged_trajectories
+        for suite, groups in groups_by_suite.items():
+            trajectories = flatten_groups(groups)
+            run_state.metrics_log.add_samples(suite, trajectories[: count if count >= 0 else None])
     # Report. `jaxrl evaluate` prints the tables; a training run prints a line per suite.
     label = run_state.progress.label if stage == "train" else stage
     unscored = [suite for suite, summary in summaries.items() if is_unscored(summary)]

@@ -326,7 +326,7 @@ def prepare_run(
     from jaxrl.builders.components import build, build_run_settings
     from jaxrl.builders.fingerprints import check_processes_agree, compute_fingerprints
     from jaxrl.builders.hub import download_files
-    from jaxrl.logs.trackers import check_trackers
+    from jaxrl.builders.resolved import check_tracker_packages
     from jaxrl.runtime import distributed, resume
     from jaxrl.runtime.compilation_cache import use_compilation_cache
     from jaxrl.runtime.host_memory import trim_memory_after_compiling
@@ -342,7 +342,7 @@ def prepare_run(
                 "--config.stages=\"('evaluate',)\", and leave config.policy.name as it is."
             )
         resume.check_checkpoint_exists(workdir / "checkpoints", step)
-    check_trackers(config.log.wandb_project)
+    check_tracker_packages(config)
     contents = compute_fingerprints(config)
     check_processes_agree(config, workdir, contents)
     begun, changes = _check_changes(

@@ -839,10 +839,11 @@ def restore_best_state(run_state: RunState, state: TrainState) -> TrainState:
 def log_trajectories(
     run_state: RunState, trajectories: Sequence[Trajectory], fields: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Write the step's first `num_logged_trajectories` trajectories to the step's file."""
+    """Write the step's first `num_logged_trajectories` trajectories to its file and trackers."""
     if not distributed.is_main():
         return
     count = run_state.settings.num_logged_trajectories
     count = len(trajectories) if count < 0 else count
     samples = trajectories[:count], fields[:count]
     run_state.write_samples(run_state.workdir, run_state.progress.step, *samples)
+    run_state.metrics_log.add_samples("train", samples[0])

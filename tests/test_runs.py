@@ -39,6 +39,7 @@ pytestmark = [pytest.mark.minutes, pytest.mark.usefixtures("quick_compilation", 
 BASE = {
     **{**SIZES, "sft.num_steps": 40, "eval.every_steps": 3, "log.trajectories": -1},
     **{"checkpoint.every_steps": 3, "checkpoint.keep": 100},
+    "log.trackers": ("tensorboard", "tests.extending.my_tracker.SampleFiles"),
 }
 
 
@@ -106,6 +107,18 @@ def test_a_run_writes_metrics_evaluations_and_trajectories(base):
         assert len(lines) == 16
         rewards = [line["reward"] for line in lines]
         assert record["critic/rewards/mean"] == pytest.approx(np.mean(rewards))
+
+
+def test_trackers_get_the_samples_of_training_and_evaluations(base):
+    *_, step, last = (json.loads(p.read_text()) for p in sorted((base / "samples").iterdir()))
+    assert [*step] == ["stage", "step", "samples/train", "samples/sampled", "samples/greedy"]
+    rows, lines = step["samples/train"], trajectories(base, step["step"])
+    for name, field in (("response", "generated_text"), ("reward", "reward")):
+        assert [row[name] for row in rows] == [line[field] for line in lines]
+    final = json.loads((base / "eval" / "evaluate_44.json").read_text())
+    for suite, questions in final["questions"].items():
+        responses = [row["response"] for row in last[f"samples/{suite}"]]
+        assert responses == [question["response"] for question in questions]
 
 
 def test_training_works(base):

@@ -40,6 +40,7 @@ from jaxrl.builders.probe import probe_method, probe_rewards, probe_schedule, pr
 from jaxrl.builders.resolved import NO_ENGINE, ResolvedConfig
 from jaxrl.config.environments import name_environment
 from jaxrl.config.keys import import_optional
+from jaxrl.config.registry import instantiate
 from jaxrl.config.schema import KEYS, LOCAL_MODEL
 from jaxrl.data.stream import Mixture, Source, Stream
 from jaxrl.data.tasks import Tasks, check_data_sources, describe_overlap, open_tasks, split_holdout
@@ -315,7 +316,12 @@ def build_run_settings(c: ResolvedConfig) -> Settings:
         num_logged_trajectories=c.log.trajectories,
         tokens=c.log.tokens,
         replay_folder=endpoint.replay_folder if endpoint and endpoint.replay == "record" else None,
-        wandb_project=c.log.wandb_project,
+        trackers={
+            name: partial(
+                instantiate, "log.trackers", cls, {}, project=c.log.project, config=values
+            )
+            for name, cls in c.trackers.items()
+        },
         values=values,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import pkgutil
 import re
@@ -32,6 +33,7 @@ from jaxrl.envs.rewards.combiner import JUDGE, REWARD_PARTS, RewardPart
 from jaxrl.envs.search.base import ENGINE_ALIASES, ENGINES
 from jaxrl.envs.search_env import SearchEnv, get_stop_strings
 from jaxrl.envs.tools.base import SANDBOXES, TOOLS, Tool
+from jaxrl.logs.trackers import TRACKERS
 from jaxrl.objectives import advantages, aggregation, filters, kl, losses
 from jaxrl.sampling.interfaces import POLICIES
 from jaxrl.training import optimizer, watch
@@ -73,6 +75,7 @@ class ResolvedConfig:
         estimator, policy_loss, loss_term, token_filter, aggregation, kl_estimator, group_filter,
             trajectory_filter, detector: Functions of the method; None if the name is "none".
         schedules: Learning-rate schedule of each stage.
+        trackers: Class of each tracker, by configured name.
         hub_names: Hub names with commits, by key; `config` contains their local paths.
         weight: Share of the tasks drawn, relative to the other environments of the run.
         members: Complete configuration of each environment by name, if there are several. The
@@ -99,6 +102,7 @@ class ResolvedConfig:
     trajectory_filter: NamedFunction | None
     detector: NamedFunction | None
     schedules: Mapping[str, NamedFunction]
+    trackers: Mapping[str, type]
     hub_names: Mapping[str, Any] = field(default_factory=dict)
     weight: float = 1.0
     members: Mapping[str, ResolvedConfig] = field(default_factory=dict)
@@ -365,7 +369,27 @@ def _resolve_names(
             )
             for stage, section in (("train", "optimizer"), ("sft", "sft.optimizer"))
         },
+        trackers={name: _resolve_tracker(name) for name in config.log.trackers},
     )
+
+
+def _resolve_tracker(name: str) -> type:
+    cls = resolve("log.trackers", name, TRACKERS, example="my_tracker.MyTracker")
+    methods = (getattr(cls, method, None) for method in ("write", "close"))
+    if not isinstance(cls, type) or not all(map(callable, methods)):
+        reject_value("log.trackers", name, "a class with write and close, as in logs/writers.py")
+    return cls
+
+
+def check_tracker_packages(config: ResolvedConfig) -> None:
+    """Raise a ValueError if the package that a tracker needs is not installed."""
+    for name, cls in config.trackers.items():
+        package = getattr(cls, "package", "")
+        if package and importlib.util.find_spec(package) is None:
+            raise ValueError(
+                f"config.log.trackers names {name!r}, but {package} is not installed; run "
+                f"pip install -e '.[{package}]', or remove the name."
+            )
 
 
 def _resolve_env_class(config: ConfigDict) -> type[Env]:

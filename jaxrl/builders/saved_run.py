@@ -220,6 +220,7 @@ def reset_training_code(config: ConfigDict) -> None:
                 config[section].settings = {}
             if section == "advantage":
                 config.advantage.name = "reinforce_plus_plus"  # accepts groups of one
+    config.log.trackers = ()
 
 
 METHOD_SECTIONS = ("advantage", "loss", "kl", "filter", "optimizer", "sft", "watch")

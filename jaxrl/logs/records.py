@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,6 +65,31 @@ def build_trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
         "rollout_entropies": round_values(trajectory.rollout_entropies),
         "policy_versions": trajectory.policy_versions.tolist(),
     }
+
+
+def build_sample_table(trajectories: Sequence[Trajectory]) -> list[dict[str, Any]]:
+    """Return a row of text and numbers per trajectory, for trackers.
+
+    The reward is None for an environment error. A reward part is None where it was not computed.
+    """
+    parts = sorted({name for t in trajectories for name in t.reward_parts})
+    return [
+        {
+            "task_id": t.task_id,
+            "sample_index": t.sample_index,
+            "question": t.query,
+            "answers": "; ".join(map(str, t.task.answers)),
+            "response": t.generated_text,
+            "final_answer": t.final_answer,
+            "outcome": str(t.outcome),
+            "reward": float(t.reward) if t.is_scored else None,
+        }
+        | {
+            f"reward/{part}": float(t.reward_parts[part]) if part in t.reward_parts else None
+            for part in parts
+        }
+        for t in trajectories
+    ]
 
 
 def round_values(values: np.ndarray, *, is_relative: bool = False) -> list[float]:

@@ -12,18 +12,32 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxrl.logs.metrics import to_json_numbers
-from jaxrl.logs.records import build_trajectory_record, round_token_arrays
+from jaxrl.logs.records import (
+    build_sample_table,
+    build_trajectory_record,
+    round_token_arrays,
+)
 from jaxrl.training.interfaces import Record
 from jaxrl.types import Trajectory
 from jaxrl.utils.files import append_line, atomic_write, open_atomic, quarantine_file
 from jaxrl.utils.json_io import parse_json
 
+Table = Sequence[Mapping[str, Any]]
+"""Rows of strings, numbers and None, with the same columns in each row."""
+
 
 class Tracker(Protocol):
     """Experiment tracker that receives a copy of each record in `metrics.jsonl`."""
 
-    def write(self, index: int, record: Record) -> None:
-        """Write the record with this index in the run."""
+    def write(self, index: int, record: Record, tables: Mapping[str, Table]) -> None:
+        """Write a record and the tables of its samples.
+
+        Args:
+            index: Number of earlier records of the run. A resumed run repeats the indices after
+                its checkpoint, and a rollback repeats them with other values.
+            record: Line of `metrics.jsonl`.
+            tables: Tables by name, such as `samples/train` or `samples/greedy`.
+        """
         ...
 
     def close(self) -> None:
@@ -57,6 +71,7 @@ class MetricsLog:
         self.num_records = num_records
         self.trackers: list[Tracker] = []
         self._next_metrics: defaultdict[str, float] = defaultdict(float)
+        self._next_tables: dict[str, Table] = {}
         self._last_write_at = time.perf_counter()
         if path is None:
             return
@@ -105,6 +120,11 @@ class MetricsLog:
         """Add a value to a metric of the next record."""
         self._next_metrics[name] += value
 
+    def add_samples(self, name: str, trajectories: Sequence[Trajectory]) -> None:
+        """Add a table of trajectories to the next record, for the trackers."""
+        if trajectories:
+            self._next_tables[f"samples/{name}"] = build_sample_table(trajectories)
+
     def write(self, step: int, stage: str, metrics: Mapping[str, float]) -> None:
         """Append a record, with null for numbers that are not finite.
 
@@ -119,7 +139,8 @@ class MetricsLog:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
         for tracker in self.trackers:
-            tracker.write(self.num_records, record)
+            tracker.write(self.num_records, record, self._next_tables)
+        self._next_tables = {}
         self.num_records += 1
 
     def write_sign(self, step: int, stage: str, sign: Mapping[str, Any]) -> None:

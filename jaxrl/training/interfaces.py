@@ -51,6 +51,9 @@ class MetricWriter(Protocol):
     def add_to_next(self, name: str, value: float) -> None:
         """Add `value` to the metric `name` of the next record."""
 
+    def add_samples(self, name: str, trajectories: Sequence[Trajectory]) -> None:
+        """Add a table of trajectories to the next record, for the trackers."""
+
     def write(self, step: int, stage: str, metrics: Mapping[str, float]) -> None:
         """Append a record."""
 

@@ -5,7 +5,7 @@ docs/configuration.md describes the fields that are named after a config key.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,5 +70,5 @@ class Settings:
     num_logged_trajectories: int  # number of trajectories to write per step; -1 for all
     tokens: bool  # True to also write per-token values of the update
     replay_folder: str | None  # folder of an endpoint's recorded replies; "" for one in the workdir
-    wandb_project: str  # "" for none
-    values: Mapping[str, Any]  # complete configuration, for comparison on resume and for W&B
+    trackers: Mapping[str, Callable[..., Any]]  # constructors of `logs.writers.Tracker`, by name
+    values: Mapping[str, Any]  # complete configuration, for comparison on resume

@@ -1,23 +1,28 @@
 import dataclasses
 import json
 import math
+import shutil
 import struct
+from functools import partial
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
+from jaxrl.builders.resolved import check_tracker_packages
 from jaxrl.config import default_config
 from jaxrl.envs.base import Task
 from jaxrl.logs.trackers import (
+    FailSafeTracker,
     TensorBoard,
     open_metrics_log,
     warn_about_missing_files,
 )
 from jaxrl.logs.writers import MetricsLog, write_trajectories
 from tests.episodes import make_failure, make_trajectory
-from tests.helpers import no_file_beyond, settings_of
+from tests.helpers import no_file_beyond, resolved, settings_of
 
 
 @pytest.fixture
@@ -169,13 +174,14 @@ class TestTensorBoard:
 
     def test_a_full_disk_ends_the_mirror_without_waiting(self, tmp_path):
         messages = []
-        mirror = TensorBoard(tmp_path / "tensorboard", [{"step": 1, "x": 1.0}], messages.append)
+        make = partial(TensorBoard, tmp_path, [{"step": 1, "x": 1.0}])
+        mirror = FailSafeTracker("tensorboard", make, messages.append)
         with no_file_beyond(50):
             for step in range(2, 30):
-                mirror.write(step, {"step": step, "x": 1.0})
+                mirror.write(step, {"step": step, "x": 1.0}, {})
             mirror.close()
         [warning] = messages
-        assert warning.startswith("warning: TensorBoard failed and is disabled for the rest")
+        assert warning.startswith("warning: the tracker 'tensorboard' failed and is left out")
 
     def test_records_that_a_restart_cuts_are_forgotten(self, tmp_path):
         self.write(tmp_path, 0, [1, 2, 3, 4])
@@ -183,23 +189,53 @@ class TestTensorBoard:
         assert [step for step, _ in read_events(tmp_path / "tensorboard")] == [1, 2, 3]
 
 
-class TestWandB:
-    @pytest.mark.minutes
-    def test_an_offline_run_resumes_under_the_same_id(self, tmp_path, monkeypatch):
-        pytest.importorskip("wandb")
-        monkeypatch.setenv("WANDB_MODE", "offline")
-        config = default_config()
-        config.log.wandb_project = "project"
-        for num_records in (0, 1):
-            log = open_metrics_log(
-                tmp_path, num_records, settings_of(config), print, is_writer=True
-            )
-            log.write(num_records, "train", {"actor/entropy": 0.5})
-            log.close()
-        folders = list((tmp_path / "wandb").glob("offline-run-*"))
-        run_id = (tmp_path / "wandb" / "run_id").read_text()
-        assert len(folders) == 2
-        assert all(folder.name.endswith(run_id) for folder in folders)  # the same run
+def test_a_tracker_of_your_own_gets_records_and_samples(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "extending"))
+    config, lines = default_config(), []
+    config.log.trackers = ("my_tracker.SampleFiles",)
+    log = open_metrics_log(tmp_path, 4, settings_of(config), lines.append, is_writer=True)
+    lines.clear()  # the first four records are missing
+    log.add_samples("train", [make_trajectory(reward=1.0, parts={"f1": 0.5}), make_failure()])
+    log.write(5, "train", {})
+    log.write(6, "train", {})
+    first, second = (json.loads((tmp_path / f"samples/{n:06d}.json").read_text()) for n in (4, 5))
+    assert (first["step"], [*second]) == (5, ["stage", "step"])
+    good, failed = first["samples/train"]
+    assert [*good] == [*failed]
+    assert (good["reward"], good["reward/f1"], failed["reward"]) == (1.0, 0.5, None)
+    assert (good["question"], good["final_answer"]) == ("Où ?", "x")
+    # A tracker that fails is left out; the records continue.
+    shutil.rmtree(tmp_path / "samples")
+    for step in (7, 8):
+        log.write(step, "train", {})
+    log.close()
+    [warning] = lines
+    assert warning.startswith("warning: the tracker 'my_tracker.SampleFiles' failed")
+    assert [record["step"] for record in read(tmp_path / "metrics.jsonl")] == [5, 6, 7, 8]
+
+
+def test_a_tracker_that_does_not_start_is_left_out(tmp_path):
+    config, lines = default_config(), []
+    (tmp_path / "tensorboard").write_text("a file in the way")
+    log = open_metrics_log(tmp_path, 0, settings_of(config), lines.append, is_writer=True)
+    log.write(1, "train", {})
+    log.close()
+    assert [line.startswith("warning: the tracker 'tensorboard' failed") for line in lines] == [
+        True
+    ]
+
+
+def test_a_tracker_without_its_package_is_refused(tmp_path, monkeypatch):
+    source = "class Mine:\n    package = 'absent'\n    write = close = print\n"
+    (tmp_path / "absent_tracker.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = default_config()
+    config.log.trackers = ("absent_tracker.Mine",)
+    with pytest.raises(ValueError, match=r"config.log.trackers names 'absent_tracker.Mine'"):
+        check_tracker_packages(resolved(config))
+    config.log.trackers = ("json.dumps",)
+    with pytest.raises(ValueError, match=r"config.log.trackers is 'json.dumps'; expected a class"):
+        resolved(config)
 
 
 def test_half_a_surrogate_pair_in_an_error_is_replaced(tmp_path):
