@@ -353,6 +353,7 @@ def prepare_run(
         # With --step the run itself stays unchanged.
         prefix = f"changed after step {begun.step}" if step is None else "differs from the run"
         notes += [*begun.warnings, *(f"{prefix}: {change}" for change in changes)]
+    halves_micro_rows = config.optimizer.micro_rows == 0  # replaced by the next line
     notes += _fit_memory(config, workdir, ignore_memory_plan=ignore_memory_plan)
     use_compilation_cache(config.compilation_cache, display.log)
     trim_memory_after_compiling()
@@ -360,7 +361,14 @@ def prepare_run(
     now = datetime.fromisoformat(
         distributed.broadcast(resume.read_prompt_time(workdir).isoformat())
     )
-    components = build(config, display.show_activity, workdir=workdir, log=display.log, now=now)
+    components = build(
+        config,
+        display.show_activity,
+        workdir=workdir,
+        log=display.log,
+        now=now,
+        halves_micro_rows=halves_micro_rows,
+    )
     if distributed.is_main():
         stack.enter_context(lock_folder(workdir))
     for line in (*notes, *components.notes):

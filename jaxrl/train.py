@@ -30,7 +30,7 @@ from jaxrl.logs.steps import (
     merge_update_metrics,
 )
 from jaxrl.runtime import distributed
-from jaxrl.runtime.compilation import interruptible
+from jaxrl.runtime.compilation import interruptible, is_out_of_memory
 from jaxrl.runtime.preemption import update_best
 from jaxrl.runtime.sharding import make_restore_target, num_batch_shards
 from jaxrl.sampling.interfaces import SamplingConfig
@@ -57,7 +57,7 @@ from jaxrl.training.minibatches import (
 from jaxrl.training.packing import PackedBatch
 from jaxrl.training.policy_loss import make_update_step
 from jaxrl.training.reference_kl import compute_logprobs, make_kl_fn
-from jaxrl.training.run_state import RunState
+from jaxrl.training.run_state import RunState, Stage
 from jaxrl.training.settings import Settings
 from jaxrl.training.update import ScoreStep, UpdateStep
 from jaxrl.training.usage import UsageStats
@@ -101,25 +101,41 @@ class Learner:
         """
         self.run_state = run_state
         components, self.method = run_state.components, run_state.components.method
-        self.stage = stage = components.stages["train"]
+        self._set_stage(components.stages["train"])
         self._is_resumed = run_state.progress.stage_step > 0
         run_state.ref_params = run_state.init_or_restore_reference(params)
         run_state.state = run_state.init_or_restore_state(params)
-        self.score = ScoreStep(components.model, temperature=self.method.temperature)
-        self._kl_fn = make_kl_fn(self.score, components.mesh, stage.shape, self.method)
+        rows = run_state.progress.micro_rows
+        is_valid = rows % num_batch_shards(components.mesh) == 0  # on these devices
+        if self.stage.halves_micro_rows and is_valid and 0 < rows < self.stage.shape.full_rows:
+            self._set_micro_rows(rows)
         self._estimator = AdvantageEstimator(self.method.advantage, self.method.seed)
         self.stream = Stream(components.tasks, seed=run_state.settings.seed)
         self._collector = Collector(
             run_state=run_state, stream=self.stream, add_divergences=self.add_divergences
         )
-        # Per-token notes (log.tokens) are optional.
-        self._token_logger = run_state.make_token_logger and run_state.make_token_logger(
-            self.score, stage.shape, self.method
-        )
-        self._custom_losses: dict[Callable[..., Any], tuple[Method, UpdateStep]] = {}
         self._has_weights = False  # True if the sampler holds the current weights
         self.is_partial = False  # True if an error ended a step that cannot be repeated or saved
         self._begin_step()
+
+    def _set_stage(self, stage: Stage) -> None:
+        """Set the stage, and create the functions that are compiled for its shape."""
+        run_state, components, method = self.run_state, self.run_state.components, self.method
+        self.stage = stage
+        self.score = ScoreStep(components.model, temperature=method.temperature)
+        self._kl_fn = make_kl_fn(self.score, components.mesh, stage.shape, method)
+        # Per-token notes (log.tokens) are optional.
+        self._token_logger = run_state.make_token_logger and run_state.make_token_logger(
+            self.score, stage.shape, method
+        )
+        self._custom_losses: dict[Callable[..., Any], tuple[Method, UpdateStep]] = {}
+
+    def _set_micro_rows(self, rows: int) -> None:
+        """Set the number of full-length rows in a micro-batch. Results change only by rounding."""
+        stage, model = self.stage, self.run_state.components.model
+        update = make_update_step(model, self.method, stage.optimizer)
+        shape = stage.shape.with_full_rows(rows)
+        self._set_stage(dataclasses.replace(stage, shape=shape, update=update))
 
     def _begin_step(self) -> None:
         """Reset the data collected for the last step."""
@@ -359,12 +375,46 @@ class Learner:
             loss: Policy loss for this call, with the interface of `loss.name`; None for the
                 configured loss. Each function is compiled once.
         """
-        run_state, stage = self.run_state, self.stage
-        policy_version, scale = int(self.state.num_updates), run_state.progress.watched.lr_scale
+        progress, policy_version = self.run_state.progress, int(self.state.num_updates)
         if self._accumulated_groups:
             raise ValueError("there are accumulated gradients; call apply_gradients first.")
+        groups = self._prepare_groups(groups)
+        while True:
+            try:
+                results = self._take_optimizer_steps(groups, loss)
+                break
+            except jax.errors.JaxRuntimeError as error:
+                # The first optimizer step donates the state, so nothing can be repeated after it.
+                rows = 0 if self.is_partial else self._smaller_micro_rows
+                if not (rows and is_out_of_memory(error)):
+                    raise
+            # Outside of the handler, so that the arrays of the failed update are freed.
+            self.run_state.display.log(
+                f"train {progress.stage_step + 1}: a device is out of memory; repeating the update "
+                f"with {rows} rows per micro-batch instead of {self.stage.shape.full_rows}"
+            )
+            progress.micro_rows = rows
+            self._set_micro_rows(rows)
+        return self._complete_update(groups, *results[:2], policy_version, results[2])
+
+    @property
+    def _smaller_micro_rows(self) -> int:
+        """Half the rows of a micro-batch, at least one per shard; 0 if they must not shrink.
+
+        Another process of a job may not have run out of memory, so a job of several ends.
+        """
+        num_shards = num_batch_shards(self.run_state.components.mesh)
+        can_shrink = self.stage.halves_micro_rows and jax.process_count() == 1
+        return self.stage.shape.full_rows // (2 * num_shards) * num_shards if can_shrink else 0
+
+    def _take_optimizer_steps(
+        self, groups: Sequence[Group], loss: Callable[..., Any] | None
+    ) -> tuple[list[PackedBatch], list[dict[str, Any]], FinishTokenLog | None]:
+        """Take the optimizer steps of an update; return its mini-batches and their metrics."""
+        run_state, stage = self.run_state, self.stage
+        scale = run_state.progress.watched.lr_scale
         method, update = self._select_loss(loss)
-        groups, minibatches = self._prepare_update(groups, method)
+        minibatches = self._pack(groups, method)
         finish_token_log = None
         if self._token_logger:
             assert self._controllers is not None
@@ -390,15 +440,16 @@ class Learner:
                 may_stop = run_state.should_stop if not update_metrics else lambda: False
                 with interruptible(may_stop):
                     gradients = self._compute_gradients(pieces, update, method)
+                    if not update_metrics and self._smaller_micro_rows:
+                        # Errors of devices may arrive late, after the state has been donated.
+                        jax.block_until_ready(gradients.sums)
                     self.is_partial = True
                     run_state.state, metrics = update.apply_gradients(
                         self.state, gradients.sums, lr_scale
                     )
                 update_metrics.append(metrics)
         packed = [piece.packed for pieces in minibatches for piece in pieces]
-        return self._complete_update(
-            groups, packed, update_metrics, policy_version, finish_token_log
-        )
+        return packed, update_metrics, finish_token_log
 
     def accumulate_gradients(
         self, groups: Sequence[Group], loss: Callable[..., Any] | None = None
@@ -415,7 +466,8 @@ class Learner:
         method, update = self._select_loss(loss)
         single = dataclasses.replace(method.optimizer, num_minibatches=1, num_epochs=1)
         method = dataclasses.replace(method, optimizer=single)
-        groups, [pieces] = self._prepare_update(groups, method)
+        groups = self._prepare_groups(groups)
+        [pieces] = self._pack(groups, method)
         if pieces:
             with interruptible(self.run_state.should_stop):
                 gradients = self._compute_gradients(pieces, update, method)
@@ -474,12 +526,9 @@ class Learner:
             self._custom_losses[loss] = method, update
         return self._custom_losses[loss]
 
-    def _prepare_update(
-        self, groups: Sequence[Group], method: Method
-    ) -> tuple[list[Group], list[list[Piece]]]:
-        """Pack groups into mini-batches, splitting large ones into pieces of the stage's shape."""
-        run_state, mesh = self.run_state, self.run_state.components.mesh
-        if run_state.is_stage_done:
+    def _prepare_groups(self, groups: Sequence[Group]) -> list[Group]:
+        """Check the groups of an update, and free the sampler for it."""
+        if self.run_state.is_stage_done:
             raise ValueError(
                 f"all config.num_steps={self.stage.num_steps} steps are done; raise it to continue."
             )
@@ -498,8 +547,13 @@ class Learner:
             id(t.token_ids) in seen for t in flatten_groups(groups)
         ):
             _, groups = self._advance_controllers(groups)
-        assert self._controllers is not None
         self._free_sampler()
+        return groups
+
+    def _pack(self, groups: Sequence[Group], method: Method) -> list[list[Piece]]:
+        """Pack groups into mini-batches, splitting large ones into pieces of the stage's shape."""
+        run_state, mesh = self.run_state, self.run_state.components.mesh
+        assert self._controllers is not None
         single = dataclasses.replace(method.optimizer, num_minibatches=1)
         minibatches = []
         for part in cut_minibatches(groups, method.optimizer.num_minibatches):
@@ -522,7 +576,7 @@ class Learner:
                 counts = np.array([t.num_sampled for t in trained], int)
                 pieces.append(Piece(packed=packed, batch=batch, counts=counts))
             minibatches.append(pieces)
-        return groups, minibatches
+        return minibatches
 
     def _complete_update(
         self,
@@ -605,6 +659,7 @@ class Learner:
             **self._estimator.metrics(progress.stage_step - 1),
             **(compute_lag_metrics(trajectories, policy_version) if self.method.has_lag else {}),
             **({"actor/lr_scale": scale} if scale != 1 else {}),
+            "perf/micro_rows": stage.shape.full_rows,
             "perf/num_compilations/sampler": components.engine.num_compilations,
             "perf/num_compilations/update": stage.update.num_programs,
         }

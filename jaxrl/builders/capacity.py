@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from jaxrl.builders.resolved import ResolvedConfig
 from jaxrl.models.architecture import Architecture
+from jaxrl.runtime.compilation import is_out_of_memory
 from jaxrl.runtime.sharding import BATCH_AXES, PIECE_AXES, num_batch_shards, num_pieces
 from jaxrl.sampling.blocks import count_pages
 
@@ -77,10 +77,9 @@ def explain_out_of_memory(config: ResolvedConfig, error: Exception) -> str | Non
     It names the settings of all phases: programs run asynchronously, so an error in the update may
     surface during the next sampling phase.
     """
-    text = str(error)
-    if not (isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in text):
+    if not is_out_of_memory(error):
         return None
-    reason, *_ = text.splitlines()  # XLA appends a list of its largest buffers
+    reason, *_ = str(error).splitlines()  # XLA appends a list of its largest buffers
     keys = [*(MICRO_ROWS[stage] for stage in config.training_steps), "rollout.max_num_seqs"]
     settings = " or ".join(f"config.{key}={config[key]}" for key in keys)
     return (

@@ -97,6 +97,7 @@ def build(
     workdir: Path | None = None,
     log: Log = lambda _: None,
     now: datetime | None = None,
+    halves_micro_rows: bool = False,
 ) -> RunComponents:
     """Build and check everything that the configured stages need.
 
@@ -108,6 +109,7 @@ def build(
         workdir: Folder of the run. Recordings are stored there by default.
         log: Function that logs a message.
         now: Time passed to the chat template; the current time by default.
+        halves_micro_rows: See `build_stages`.
 
     Raises:
         FileNotFoundError, ValueError: A file, the model or a combination of settings is invalid.
@@ -216,7 +218,7 @@ def build(
         notes = [*collect_template_notes(tokenizer), *notes]
     # Training stages, whose schedules need the number of steps.
     method = build_method(c)
-    stages = build_stages(c, model, method)
+    stages = build_stages(c, model, method, halves_micro_rows=halves_micro_rows)
     # The environments with the real search engines, and the rollouts of control suites. Of several
     # environments, only those with a search engine take part in its control suites.
     searches = build_searches(c, show, workdir, log)
@@ -547,8 +549,12 @@ def export(model: Model, source: str, params: Params, parent: Path) -> None:
         save_hf(model.merge(params), model.architecture, parent / "export", source=source)
 
 
-def build_stages(c: ResolvedConfig, model: Model, method: Method) -> dict[str, Stage]:
+def build_stages(
+    c: ResolvedConfig, model: Model, method: Method, *, halves_micro_rows: bool = False
+) -> dict[str, Stage]:
     """Create the configured training stages, and call their custom functions on example inputs.
+
+    With `halves_micro_rows`, the train stage halves its micro-batches if it runs out of memory.
 
     Raises:
         UserCodeError: A custom function failed. The message names its key.
@@ -581,6 +587,7 @@ def build_stages(c: ResolvedConfig, model: Model, method: Method) -> dict[str, S
                     shares_programs=not settings.schedule.is_user_code,
                 )
             ),
+            halves_micro_rows=is_train and halves_micro_rows,
         )
     if "train" in stages:
         probe_method(method, c.rollout.max_response_tokens)

@@ -86,6 +86,11 @@ def compile_all(
         on_progress(count)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True for an error of a program or compilation that exceeded a device's memory."""
+    return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+
+
 def is_compiling() -> bool:
     """Return True if a compilation is running, which would delay the exit of the process."""
     return any(thread.is_alive() for thread in _threads)

@@ -75,6 +75,22 @@ class BatchShape:
         sequences_per_row = self.row_tokens // (self.max_tokens or self.row_tokens)
         return self.num_micro * self.micro_rows * sequences_per_row
 
+    @property
+    def full_rows(self) -> int:
+        """Full-length sequences that a micro-batch holds, named `micro_rows` in the config."""
+        return self.num_sequences // self.num_micro
+
+    def with_full_rows(self, full_rows: int) -> BatchShape:
+        """Return a shape with other micro-batches that holds at least as many sequences.
+
+        `full_rows` is a multiple of the number of row shards.
+        """
+        num_micro = -(-self.num_sequences // full_rows)
+        if not self.shares_prompts:
+            return dataclasses.replace(self, num_micro=num_micro, micro_rows=full_rows)
+        row_tokens = full_rows // self.micro_rows * (self.max_tokens or self.row_tokens)
+        return dataclasses.replace(self, num_micro=num_micro, row_tokens=row_tokens)
+
     @classmethod
     def for_sequences(
         cls,

@@ -54,6 +54,7 @@ class Stage:
     settings: OptimizerSettings
     shape: BatchShape  # shape of mini-batches
     update: UpdateStep
+    halves_micro_rows: bool = False  # True if an update that runs out of memory may shrink `shape`
 
     def last_lr(self, state: TrainState) -> float:
         """Return the latest optimizer step's learning rate; the first step's if none was taken."""
@@ -112,6 +113,7 @@ class Progress:
     num_failed: int = 0  # consecutive batches in which every episode failed
     num_learned: int = 0  # train-stage steps with a gradient
     weights_step: int | None = None  # step of the final weights, if the stage stopped early
+    micro_rows: int = 0  # rows per micro-batch after the train stage ran out of memory; else 0
     # The other fields belong to the train stage. Fields with arrays are not compared, because == of
     # arrays does not return a bool.
     watched: WatchState = field(default_factory=WatchState)

@@ -91,6 +91,19 @@ def test_what_is_shared(masks, num_shared):
     assert pack(different, np.ones(2, np.float32), shape).num_shared == 0
 
 
+def test_smaller_micro_batches_hold_as_many_sequences():
+    shape = BatchShape.for_sequences(11, micro_rows=6, row_tokens=8)
+    smaller = shape.with_full_rows(4)
+    assert (shape.num_micro, smaller.num_micro, smaller.micro_rows) == (2, 3, 4)
+    assert (smaller.full_rows, smaller.num_sequences, smaller.row_tokens) == (4, 12, 8)
+    # Two devices with one long row each.
+    shape = BatchShape.for_sequences(11, micro_rows=6, row_tokens=8, shards_with_prompts=2)
+    smaller = shape.with_full_rows(2)
+    assert (shape.num_micro, shape.row_tokens, shape.full_rows) == (2, 24, 6)
+    assert (smaller.num_micro, smaller.micro_rows, smaller.row_tokens) == (6, 2, 8)
+    assert (smaller.full_rows, smaller.num_sequences) == (2, 12)
+
+
 def test_sequences_that_do_not_fit_are_refused():
     shape = BatchShape(num_micro=1, micro_rows=1, row_tokens=8)
     merged = BatchShape.for_sequences(2, micro_rows=2, row_tokens=8, shards_with_prompts=1)
