@@ -651,15 +651,15 @@ _ENTRIES: dict[str, Key] = {
         at_least=0),
     "log.every_steps": Key(0, "Steps between console lines if there is no terminal. 0: at most one "
         "per 5 s. Files contain every step.", at_least=0),
-    "log.trajectories": Key(32, "Trajectories per step written to `trajectories/`, and per step "
-        "and evaluation suite to the tables of trackers. -1: all.",
+    "log.trajectories": Key(32, "Trajectories per step in `trajectories/`, and per table of "
+        "trackers. -1: all.",
         at_least=-1, expected="0 or more, or -1 for all"),
     "log.tokens": Key(False, "Also write per-token advantages, weights, and log-probabilities "
         "before and after the update, which scores these trajectories twice."),
-    "log.trackers": Key(("tensorboard",), "Copies of the metrics: `tensorboard`, `wandb`, "
-        "`mlflow`, `trackio` (extras of the same names), or dotted names of classes.",
+    "log.trackers": Key(("tensorboard",), "Trackers: `tensorboard`, `wandb`, `mlflow`, "
+        "`trackio`, or dotted names.",
         is_valid=are_nonempty_strings, expected="a tuple of names, such as ('mlflow',)"),
-    "log.project": Key("jaxrl", "Project of W&B and Trackio, experiment of MLflow.",
+    "log.project": Key("jaxrl", "Project or experiment in trackers.",
         is_valid=bool, expected="a name"),
 }
 # fmt: on
