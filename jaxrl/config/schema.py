@@ -131,10 +131,10 @@ def _define_optimizer_keys(section: str) -> dict[str, Key]:
     }
 
 
-def _define_task_keys(name: str, description: str, split: str) -> dict[str, Key]:
+def _define_task_keys(name: str, split: str) -> dict[str, Key]:
     """Return the keys for the training tasks or the held-out tasks."""
     return {
-        f"tasks.{name}.source": Key("", f"{description}: a file, a pattern with `*`, a folder, "
+        f"tasks.{name}.source": Key("", "Training tasks: a file, a pattern with `*`, a folder, "
             "`hf://datasets/org/name/file`, or the name of a generated data set."),
         f"tasks.{name}.format": Key("", "`jsonl`, `csv`, `parquet` (also verl's), `tfds`, `hf` "
             "(`save_to_disk`; extra `datasets`), `reasoning_gym` (extra `reasoning-gym`), or the "
@@ -150,6 +150,14 @@ def _define_task_keys(name: str, description: str, split: str) -> dict[str, Key]
         f"tasks.{name}.sources": Key((), "Several sources: mappings with these keys and, "
             "for training, `weight` (default 1), such as `({'source': 'a.csv', 'weight': 2.0}, "
             "{'source': 'b.jsonl'})`."),
+    }
+
+
+def _refer_to(section: str, keys: dict[str, Key]) -> dict[str, Key]:
+    """Replace the meanings of keys with references to the same keys of another section."""
+    return {
+        name: replace(key, meaning=f"As `{section}.{name.rpartition('.')[2]}`.")
+        for name, key in keys.items()
     }
 
 
@@ -222,8 +230,8 @@ _ENTRIES: dict[str, Key] = {
         "both.",
         at_least=0),
     # ---------------------------------------------------------------- tasks and prompts
-    **_define_task_keys("train", "Training tasks", "train"),
-    **_define_task_keys("eval", "Held-out tasks", "test"),
+    **_define_task_keys("train", "train"),
+    **_refer_to("tasks.train", _define_task_keys("eval", "test")),
     "tasks.eval.holdout": Key(0.0, "Held-out tasks from `tasks.train` instead: a fraction below "
         "1, or a count. `seed` and the questions select them.", at_least=0,
         is_valid=lambda v: v < 1 or v == int(v), expected="a fraction below 1, or a whole number"),
@@ -349,7 +357,6 @@ _ENTRIES: dict[str, Key] = {
         "episodes become environment errors. 0: no limit, and synchronous functions run one by "
         "one in the main thread.", at_least=0, restart=FREE),
     "reward.correct": Key("exact_match", "Reward part that decides correctness: above 0 is "
-        "correct. With `answer`, an answer that equals or resembles an accepted answer is "
         "correct."),
     "reward.judges": Key({}, "LLM judges by name, such as `{'helpful': {'url': "
         "'http://judge:8000/v1', 'model': 'judge', 'prompt': '..{response}..'}}`; all settings "
@@ -586,7 +593,7 @@ _ENTRIES: dict[str, Key] = {
     "sft.source": Key("", "JSONL of chats: `{'messages': [user, assistant, tool, assistant, …]}`."),
     "sft.num_steps": Key(100, "Optimizer steps of the `sft` stage.", above=0),
     "sft.batch_size": Key(32, "Demonstrations per step.", above=0),
-    **_define_optimizer_keys("sft.optimizer"),
+    **_refer_to("optimizer", _define_optimizer_keys("sft.optimizer")),
     # ----------------------------------------------------------------------- evaluation
     "eval.every_steps": Key(0, "Steps between evaluations in training, in addition to "
         "those before the first and after the last step. 0: only those two.", at_least=0),
@@ -635,20 +642,16 @@ _ENTRIES: dict[str, Key] = {
         at_least=0),
     # --------------------------------------------------------- costs, checkpoints, logs
     "ledger.prices": Key({}, "Price of one request to a tool or judge, in a unit of your choice, "
-        "by name, such as `{'search': 0.001}`. Cached and recorded answers are free.",
+        "by name, such as `{'search': 0.001}`.",
         example=0.001,
         is_valid=lambda v: all(is_finite(price) and price >= 0 for price in v.values()),
         expected="a price of at least 0 for each tool"),
-    "ledger.max_cost": Key(0.0, "Budget of the run in that unit. The run saves and exits with "
-        "code 78 after the batch or evaluation that reaches it. 0: no limit.",
-        at_least=0),
+    "ledger.max_cost": Key(0.0, "Budget of the run in that unit. 0: no limit.", at_least=0),
     "ledger.max_calls": Key(0, "Limit on requests, including retries. 0: no limit.", at_least=0),
-    "checkpoint.every_steps": Key(20, "Steps between checkpoints. Each stage ends with one.",
-        above=0),
+    "checkpoint.every_steps": Key(20, "Steps between checkpoints.", above=0),
     "checkpoint.keep": Key(2, "Newest checkpoints kept.", above=0),
     "checkpoint.keep_best": Key(0, "Checkpoints with the highest `eval.best_metric` also "
-        "kept. Above 0, every new best evaluation writes a checkpoint.",
-        at_least=0),
+        "kept.", at_least=0),
     "log.every_steps": Key(0, "Steps between console lines if there is no terminal. 0: at most one "
         "per 5 s. Files contain every step.", at_least=0),
     "log.trajectories": Key(32, "Trajectories per step in `trajectories/`, and per table of "
@@ -673,13 +676,14 @@ RESTART = {
 """Default of `Key.restart` by section."""
 
 
-def _find_restart(name: str) -> str:
+def _get_default_restart(name: str) -> str:
     sections = (value for section, value in RESTART.items() if name.startswith(f"{section}."))
     return next(sections, RESULTS)
 
 
 KEYS = {
-    name: replace(key, restart=key.restart or _find_restart(name)) for name, key in _ENTRIES.items()
+    name: replace(key, restart=key.restart or _get_default_restart(name))
+    for name, key in _ENTRIES.items()
 }
 """All configuration keys by full dotted name."""
 

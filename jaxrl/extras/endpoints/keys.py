@@ -1,4 +1,4 @@
-"""Config keys of `policy.openai`, a model behind an endpoint."""
+"""Config keys for `policy.openai`, a model behind an endpoint."""
 
 from jaxrl.config.keys import REPLAY, Key
 
@@ -14,11 +14,8 @@ KEYS = {
         above=0),
     "policy.openai.deadline_s": Key(120.0, "Seconds per request.",
         above=0),
-    "policy.openai.retries": Key(3, "Retries of a request that fails while others succeed; after "
-        "these, its episode is an environment error. During an outage, retries do not count.",
-        at_least=0),
-    "policy.openai.backoff_s": Key(1.0, "Seconds before the first retry, doubled each time up to "
-        "30. A server's `Retry-After` applies to all requests.", at_least=0),
+    "policy.openai.retries": Key(3, "As `search.retries`.", at_least=0),
+    "policy.openai.backoff_s": Key(1.0, "As `search.backoff_s`.", at_least=0),
     "policy.openai.outage_deadline_s": Key(300.0, "Seconds without any response after which "
         "episodes become environment errors.", above=0),
     "policy.openai.continues_message": Key(False, "False: observations are user messages. True: "

@@ -1,4 +1,4 @@
-"""Config keys of web search."""
+"""Config keys for web search."""
 
 from typing import Any
 
@@ -16,9 +16,8 @@ KEYS = {
     "search.web.timeout_s": Key(30.0, "Seconds per request.",
         above=0, restart=FREE),
     "search.web.connections": Key(8, "Maximum requests in flight.", above=0, restart=FREE),
-    "search.web.max_response_mib": Key(16.0, "Maximum size of a response in MiB; a larger response "
-        "is a failure.",
-        above=0, restart=FREE),
+    "search.web.max_response_mib": Key(16.0, "As `search.http.max_response_mib`.", above=0,
+        restart=FREE),
 }
 # fmt: on
 
