@@ -70,7 +70,7 @@ def build_record(
         "settings": dict(settings),
         "summary": {
             suite: {
-                name: {measure: to_json_number(value) for measure, value in means.items()}
+                name: {metric: to_json_number(value) for metric, value in means.items()}
                 for name, means in summary.means.items()
             }
             for suite, summary in summaries.items()
@@ -103,7 +103,7 @@ def write_results(path: Path, record: Mapping[str, Any], text: str) -> None:
 def read_metrics(path: Path, weights_step: int, fingerprint: str) -> dict[str, float] | None:
     """Return the metrics of an evaluation on disk, or None if it must be repeated.
 
-    Repeat the evaluation if the file is missing or damaged, if `weights_step` or `fingerprint`
+    It must be repeated if the file is missing or damaged, if `weights_step` or `fingerprint`
     differs, or if the environment failed, since it may work now.
     """
     try:
@@ -115,8 +115,8 @@ def read_metrics(path: Path, weights_step: int, fingerprint: str) -> dict[str, f
             if means["all"]["environment_errors"]:
                 return None
             numbers = {
-                name: {k: math.nan if v is None else v for k, v in measures.items()}
-                for name, measures in means.items()
+                name: {k: math.nan if v is None else v for k, v in metrics.items()}
+                for name, metrics in means.items()
             }
             num_samples = 1 if suite == "greedy" else record["settings"]["samples"]
             metrics |= build_eval_metrics(

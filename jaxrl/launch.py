@@ -114,7 +114,7 @@ def main(argv: Sequence[str]) -> None:
     sys.excepthook = _print_exception
     try:
         with redact_output(), stop_on_signals(begun.is_set) as should_stop:
-            config, workdir, job = _prepare(argv)
+            config, workdir, job = _load_config_and_job(argv)
             from jaxrl.runtime.checkpoint import filter_orbax_logs
             from jaxrl.runtime.peers import join_job
 
@@ -143,7 +143,7 @@ def _print_exception(*raised: Any) -> None:
     sys.stderr.write(redact("".join(traceback.format_exception(*raised))))
 
 
-def _prepare(argv: Sequence[str]) -> tuple[ConfigDict, Path, Job | None]:
+def _load_config_and_job(argv: Sequence[str]) -> tuple[ConfigDict, Path, Job | None]:
     """Return the validated configuration, the workdir, and the multi-process job, if any."""
     try:
         config, workdir = _load_config(argv)

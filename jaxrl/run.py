@@ -249,7 +249,7 @@ def roll_back(run_state: RunState, decision: Rollback) -> None:
     number = progress.watched.num_roll_backs + 1
     line = {"number": number, "sign": decision.sign, "from_step": decision.from_step}
     line |= {"to_step": decision.to_step, "lr_scale": decision.lr_scale}
-    progress.discard_prefetched()
+    progress.discard_prefetched_groups()
     line |= {"ledger": progress.ledger.to_json()}
     if distributed.is_main():
         resume.append_rollback(run_state.workdir, line)

@@ -43,14 +43,14 @@ from jaxrl.training.collector import Collector, make_sampler
 from jaxrl.training.controllers import Controllers, update_controllers, update_stage_gate
 from jaxrl.training.estimators import AdvantageEstimator
 from jaxrl.training.failures import explain_no_learning, has_learned
-from jaxrl.training.gradients import AccumulatedGradients, Piece
+from jaxrl.training.gradients import AccumulatedGradients, MinibatchPiece
 from jaxrl.training.interfaces import FinishTokenLog
 from jaxrl.training.method import Method, needs_divergences
 from jaxrl.training.minibatches import (
     compute_trajectory_filter_metrics,
     cut_minibatches,
     make_minibatches,
-    select_trained,
+    select_trained_trajectories,
     shard_minibatches,
     split_groups,
 )
@@ -148,7 +148,7 @@ class Learner:
         self._accumulated: AccumulatedGradients | None = None
         self._accumulated_update = self.stage.update  # that of the loss with these gradients
         self._accumulated_groups: list[Group] = []
-        self._accumulated_pieces: list[Piece] = []
+        self._accumulated_pieces: list[MinibatchPiece] = []
 
     @property
     def state(self) -> TrainState:
@@ -502,7 +502,7 @@ class Learner:
         return self._complete_update(groups, packed, update_metrics, policy_version)
 
     def _compute_gradients(
-        self, pieces: Sequence[Piece], update: UpdateStep, method: Method
+        self, pieces: Sequence[MinibatchPiece], update: UpdateStep, method: Method
     ) -> AccumulatedGradients:
         """Compute the gradient of a mini-batch from its pieces."""
         gradients: AccumulatedGradients | None = None
@@ -550,7 +550,7 @@ class Learner:
         self._free_sampler()
         return groups
 
-    def _pack(self, groups: Sequence[Group], method: Method) -> list[list[Piece]]:
+    def _pack(self, groups: Sequence[Group], method: Method) -> list[list[MinibatchPiece]]:
         """Pack groups into mini-batches, splitting large ones into pieces of the stage's shape."""
         run_state, mesh = self.run_state, self.run_state.components.mesh
         assert self._controllers is not None
@@ -572,9 +572,9 @@ class Learner:
                     [batch] = shard_minibatches(
                         [packed], mesh, self.score, self.state.params, run_state.ref_params, method
                     )
-                trained = select_trained(piece_groups, method).values()
+                trained = select_trained_trajectories(piece_groups, method).values()
                 counts = np.array([t.num_sampled for t in trained], int)
-                pieces.append(Piece(packed=packed, batch=batch, counts=counts))
+                pieces.append(MinibatchPiece(packed=packed, batch=batch, counts=counts))
             minibatches.append(pieces)
         return minibatches
 
@@ -611,7 +611,7 @@ class Learner:
             progress.items_taken = collected.num_tasks_taken
             progress.ledger += collected.ledger
         if not self._is_streamed:
-            progress.discard_prefetched()
+            progress.discard_prefetched_groups()
         progress.prefetched = prefetched
         run_state.pending_usage = UsageStats()
         progress.step, progress.stage_step = progress.step + 1, progress.stage_step + 1
@@ -727,7 +727,7 @@ class Learner:
         If patience ran out, the parameters are those of the best checkpoint.
         """
         run_state, progress = self.run_state, self.run_state.progress
-        progress.discard_prefetched()  # groups remain if the stage ends early
+        progress.discard_prefetched_groups()  # groups remain if the stage ends early
         state = self.state
         if progress.stage_step < self.stage.num_steps:
             state = restore_best_state(run_state, state)

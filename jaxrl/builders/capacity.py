@@ -72,10 +72,10 @@ def check_context_length(config: ResolvedConfig, model: Architecture) -> None:
 
 
 def explain_out_of_memory(config: ResolvedConfig, error: Exception) -> str | None:
-    """Return a message that names the settings to lower; None for any other error.
+    """Name the settings to lower after an out-of-memory error; return None for other errors.
 
-    It names the settings of all phases: programs run asynchronously, so an error in the update may
-    surface during the next sampling phase.
+    The message names the settings of all phases: programs run asynchronously, so an error in the
+    update may surface during the next sampling phase.
     """
     if not is_out_of_memory(error):
         return None
@@ -139,7 +139,7 @@ class CacheSizes:
 
     @property
     def num_states(self) -> int:
-        """Number of states: of each row, and as many of prompts and waiting rows."""
+        """Number of states: one per row, and as many for prompts and waiting rows."""
         return 2 * self.rows
 
     @property

@@ -306,7 +306,7 @@ def build_run_settings(c: ResolvedConfig) -> Settings:
             c.eval,
             correct=c.reward.correct,
             has_python=any("python" in e.env.search.tools for e in c.environments.values()),
-            tool_environments=[name for name, e in c.environments.items() if e.has_tools],
+            tool_environments=[name for name, e in c.environments.items() if e.is_multi_turn],
             section=c.eval.to_dict(),
             depends_on=depends_on,
         ),
@@ -672,7 +672,7 @@ AUDIT_TASKS = "jaxrl.extras.audit.startup:audit_tasks"
 
 
 def select_sampling_kinds(c: ResolvedConfig) -> list[str]:
-    """Return the sampling kinds that the stages need; those that chat needs if there are none."""
+    """Return the sampling kinds that the stages need or, without stages, that chat needs."""
     rollout, evaluation = c.rollout, c.eval
     kinds = []
     if "train" in c.stages:
@@ -752,7 +752,7 @@ def _set_num_steps(c: ResolvedConfig, tasks: Mixture[Task]) -> str:
 def _filter_sources(
     tasks: Mixture[Task], rollout: BaseRollout, c: ResolvedConfig, show: Show
 ) -> tuple[Mixture[Task], list[str]]:
-    """Apply `filter_overlong_prompts` to each source. Also return notes for the log."""
+    """Apply `filter_overlong_prompts` to each source; return the tasks and notes for the log."""
     sources, notes = [], []
     if len(tasks.sources) > 1:
         total = sum(source.weight for source in tasks.sources)
@@ -774,7 +774,7 @@ def _filter_sources(
 def _audit_tasks(
     c: ResolvedConfig, tasks: Mixture[Task], workdir: Path | None, show: Show
 ) -> tuple[Mixture[Task], list[str]]:
-    """Check the training tasks of each environment with a corpus. Also return notes for the log."""
+    """Check training tasks of environments with a corpus; return tasks and notes for the log."""
     audit_tasks = import_optional(AUDIT_TASKS)
     sources, notes = list[Source[Task]](), list[str]()
     for name, environment in c.environments.items():
@@ -790,7 +790,7 @@ def _audit_tasks(
 def filter_overlong_prompts(
     tasks: Sequence[Task], rollout: BaseRollout, c: ResolvedConfig, key: str
 ) -> tuple[Sequence[Task], str]:
-    """Drop tasks with overlong prompts unless they are truncated. Also return a note, or "".
+    """Drop tasks with overlong prompts unless truncated; return the rest, and a note or "".
 
     Args:
         tasks: Tasks of one source.

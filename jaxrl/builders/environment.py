@@ -113,7 +113,7 @@ def check_prices(c: ResolvedConfig, tools_by_environment: Mapping[str, Sequence[
     """Check the names in `ledger.prices` and `reward.judges`.
 
     Raises:
-        ValueError: A price has an unknown name, or a judge the name of a tool.
+        ValueError: A price has an unknown name, or a judge has the name of a tool.
     """
     names = (tool.name for tools in tools_by_environment.values() for tool in tools)
     tools = [SEARCH, *dict.fromkeys(names)]
@@ -135,7 +135,7 @@ def check_prices(c: ResolvedConfig, tools_by_environment: Mapping[str, Sequence[
 
 
 def build_rewards(c: ResolvedConfig, workdir: Path | None, log: Log) -> RewardCombiner:
-    """Create the reward combiner. Also open the recordings of LLM judges."""
+    """Create the reward combiner, and open the recordings of LLM judges."""
     for part in c.reward_parts.values():
         if open_part := getattr(part, "open", None):
             open_part(workdir, process=jax.process_index(), log=log)
@@ -172,7 +172,7 @@ def build_searches(
 ) -> dict[str, ResilientSearch]:
     """Create the search engine of each environment that searches.
 
-    Environments with the same settings share one.
+    Environments with the same settings share an engine.
     """
     by_settings: dict[str, ResilientSearch] = {}
     searches = {}

@@ -89,7 +89,7 @@ def _hash_environment_files(config: ResolvedConfig) -> dict[str, str]:
 
 
 def _hash_user_code(names: Mapping[str, str]) -> dict[str, str]:
-    """Hash the files of the dotted names among `names`, which has names by key."""
+    """Hash the files that define the dotted names in `names`, a mapping from keys to names."""
     digests = {}
     for key, name in names.items():
         if is_dotted_path(name):

@@ -41,8 +41,8 @@ def download_files(
         for_plan: True to download only `config.json` of each model.
 
     Returns:
-        The configuration, whose `hub_names` contains the names with their commits, also those of
-        its environments.
+        The configuration. Its `hub_names`, and those of its environments, contain the names with
+        their commits.
 
     Raises:
         ValueError, OSError: A name is malformed, or a download failed.

@@ -47,7 +47,7 @@ def probe_schedule(settings: OptimizerSettings) -> None:
     """Check that a learning-rate schedule returns finite, nonnegative rates.
 
     Raises:
-        UserCodeError: The schedule raised or returned anything else. The message names the key.
+        UserCodeError: The schedule raised or returned an invalid rate. The message names the key.
     """
     schedule, count = settings.schedule, settings.num_updates
     steps = np.linspace(0, count - 1, min(count, MAX_SCHEDULE_STEPS)).astype(np.int32)

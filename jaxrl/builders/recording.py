@@ -62,7 +62,7 @@ _NEUTRAL_SETTINGS = {
 
 
 def _collect_engine_settings(config: ResolvedConfig) -> dict[str, Any]:
-    """Return the settings that affect results, with hashes of files; None for a missing file."""
+    """Return the settings that affect results, with file hashes (None for a missing file)."""
     engine = config.search.engine
     if is_dotted_path(engine):
         return dict(config.search.settings)

@@ -144,7 +144,7 @@ class ResolvedConfig:
         return self.env_accepts("engine") and self.config.search.engine != NO_ENGINE
 
     @property
-    def has_tools(self) -> bool:
+    def is_multi_turn(self) -> bool:
         """True if a turn can end with a stop string, followed by an observation."""
         return any(c.env_class.stop_strings for c in self.environments.values())
 
@@ -221,7 +221,7 @@ class ResolvedConfig:
         Without tools, all images are in the prompt.
         """
         rollout = self.config.rollout
-        max_tokens = rollout.max_total_tokens if self.has_tools else rollout.max_prompt_tokens
+        max_tokens = rollout.max_total_tokens if self.is_multi_turn else rollout.max_prompt_tokens
         return int(min(rollout.max_image_tokens or max_tokens, max_tokens))
 
     @property
@@ -233,7 +233,7 @@ class ResolvedConfig:
         """
         rollout = self.config.rollout
         remaining = rollout.max_total_tokens - rollout.max_prompt_tokens
-        limit = remaining if self.has_tools else rollout.max_response_tokens
+        limit = remaining if self.is_multi_turn else rollout.max_response_tokens
         return int(self.config.shaping.overlong_max_tokens or limit)
 
     @property

@@ -27,7 +27,7 @@ Finding = tuple[str, str]
 
 
 def validate(config: ConfigDict, *, needs_data: bool = True) -> ResolvedConfig:
-    """Check all keys and the rules between them, and resolve all names.
+    """Check all keys, alone and in combination, and resolve all names.
 
     Args:
         config: Configuration with a value for every key.
@@ -62,7 +62,7 @@ def check_values(config: ConfigDict) -> None:
 
 
 def check_rules(c: ResolvedConfig, *, needs_data: bool = True) -> None:
-    """Check the rules between keys.
+    """Check the rules that involve several keys.
 
     Args:
         c: Resolved configuration with valid values.
@@ -72,26 +72,28 @@ def check_rules(c: ResolvedConfig, *, needs_data: bool = True) -> None:
         ValueError: Keys conflict. The message names the key to change.
     """
     if c.members:
-        _reject_first(c, _find_environment_conflicts(c))
+        _raise_first_finding(c, _find_environment_conflicts(c))
     # Each of several environments has a complete configuration.
     for name, environment in c.environments.items():
         with name_environment(name):
             _check_tools(environment)
             _check_rewards(environment)
-            _reject_first(
+            _raise_first_finding(
                 environment,
                 _find_unused_keys(environment),
                 _find_conflicts(environment),
                 _find_limit_conflicts(environment),
                 _find_missing_metric(environment),
             )
-    _reject_first(c, _find_suite_conflicts(c))
+    _raise_first_finding(c, _find_suite_conflicts(c))
     for name, environment in c.environments.items():
         with name_environment(name):
-            _reject_first(environment, _find_missing_values(environment, needs_data=needs_data))
+            _raise_first_finding(
+                environment, _find_missing_values(environment, needs_data=needs_data)
+            )
 
 
-def _reject_first(c: ResolvedConfig, *findings: Iterable[Finding]) -> None:
+def _raise_first_finding(c: ResolvedConfig, *findings: Iterable[Finding]) -> None:
     for key, expected in itertools.chain(*findings):
         reject_value(key, _get_value(c, key), expected)
 
@@ -383,7 +385,7 @@ def _find_filter_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
         )
     # The longest response follows a prompt of one token.
     max_response = rollout.max_total_tokens - 1
-    if not c.has_tools:
+    if not c.is_multi_turn:
         max_response = min(max_response, rollout.max_response_tokens)
     if shaping.overlong_buffer > 0 and c.overlong_limit - shaping.overlong_buffer >= max_response:
         yield (
@@ -516,8 +518,8 @@ def _find_environment_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
             yield key, f"{default} {reason}"
     if has_stage_gate(shaping):
         yield "shaping.stage_level", "False with environments: one accuracy ends the early stage"
-    has_tools = {environment.has_tools for environment in c.members.values()}
-    if shaping.overlong_buffer and not shaping.overlong_max_tokens and len(has_tools) > 1:
+    is_multi_turn = {environment.is_multi_turn for environment in c.members.values()}
+    if shaping.overlong_buffer and not shaping.overlong_max_tokens and len(is_multi_turn) > 1:
         yield (
             "shaping.overlong_max_tokens",
             "above 0 with environments of which only some have tools: the default differs",

@@ -1,7 +1,7 @@
-"""Environments of a run with several: `config.environments`, by name.
+"""Runs with several environments, which `config.environments` defines by name.
 
-An environment has a weight and overrides keys of the run's configuration, so each of them is a
-complete configuration of a run with one environment.
+An environment has a weight and overrides keys of the run's configuration. The result is a complete
+configuration of a run with one environment.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def split_config(config: ConfigDict) -> dict[str, tuple[float, ConfigDict]]:
 
 
 def expand_environments(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace `environments` in a flat configuration by keys `environments.<name>.<key>`."""
+    """Replace `environments` in a flat configuration with keys `environments.<name>.<key>`."""
     expanded = {key: value for key, value in flat.items() if key != "environments"}
     for name, values in (flat.get("environments") or {}).items():
         pairs = flatten_pairs(values) if isinstance(values, Mapping) else []
@@ -87,14 +87,14 @@ def expand_environments(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def split_environment_key(key: str) -> tuple[str, str]:
-    """Split a key of `expand_environments` into the environment's name, "" for none, and a key."""
+    """Split a key from `expand_environments` into an environment name ("" if none) and a key."""
     match = re.match(r"environments\.(\w+)\.(.*)", key, re.DOTALL)
     return (match[1], match[2]) if match else ("", key)
 
 
 @contextlib.contextmanager
 def name_environment(name: str) -> Iterator[None]:
-    """Name the environment in errors of the block; "" changes nothing."""
+    """Name the environment in errors that the block raises; "" changes nothing."""
     try:
         yield
     except (ValueError, FileNotFoundError) as error:
@@ -104,7 +104,7 @@ def name_environment(name: str) -> Iterator[None]:
 
 
 def _name_in_text(text: str, name: str) -> str:
-    """Return a message whose keys are those of the environment."""
+    """Rename the config keys in a message to the environment's keys."""
 
     def rename(match: re.Match[str]) -> str:
         section = f"config.environments.{name}." if is_environment_key(match[1]) else "config."

@@ -62,7 +62,7 @@ def _get_extra_keys(section: str) -> dict[str, Key]:
 
 
 def find_missing_extra(key: str) -> str:
-    """Return the folder of the extra that defines a key or section if it is missing; else ""."""
+    """Return the folder of the missing extra that defines a key or section; "" if none is."""
     folders = [f for section, f in EXTRA_SECTIONS.items() if f"{key}.".startswith(f"{section}.")]
     return next((folder for folder in folders if not EXTRA_KEYS[folder].keys), "")
 

@@ -38,7 +38,9 @@ def parse_task(fields: dict[str, Any], location: str, *, folder: Path | None = N
         ValueError: A field is missing or has the wrong type.
     """
     try:
-        return _parse_task(fields, location, _parent_folder(location) if folder is None else folder)
+        return _parse_task(
+            fields, location, _get_parent_folder(location) if folder is None else folder
+        )
     except ValueError as error:
         raise ValueError(f"{location}: {error}") from error
 
@@ -51,7 +53,7 @@ def parse_demonstration(
     Raises:
         ValueError: The record is not a chat, or has images after the first assistant message.
     """
-    folder = _parent_folder(location)
+    folder = _get_parent_folder(location)
     try:
         messages, images = parse_chat(fields.get("messages"), _parse_images(fields, folder), folder)
         roles = [message["role"] for message in messages]
@@ -67,7 +69,7 @@ def parse_demonstration(
     return messages, images
 
 
-def _parent_folder(location: str) -> Path:
+def _get_parent_folder(location: str) -> Path:
     return Path(location.rpartition(":")[0]).parent
 
 
@@ -202,7 +204,7 @@ MAX_DIGITS = 15
 def parse_chat(
     messages: Any, images: Sequence[Picture], folder: Path
 ) -> tuple[list[dict[str, Any]], tuple[Picture, ...]]:
-    """Normalize a chat to text contents with image placeholders. Also return the images.
+    """Normalize a chat to text contents with image placeholders; return it and the images.
 
     All other non-null fields of a message are kept for the chat template. Tool-call arguments that
     are JSON strings become objects.
@@ -300,7 +302,7 @@ def _normalize_tool_call(call: Any) -> dict[str, Any]:
 
 
 def _parse_part(part: Any, folder: Path) -> tuple[str, Picture | None]:
-    """Convert a content part to text or a placeholder. Also return its image, if any.
+    """Convert a content part to text or a placeholder; return it and its image, if any.
 
     Raises:
         ValueError: The part is neither text nor an image.

@@ -421,7 +421,7 @@ def describe_overlap(tasks: Sequence[Task], held_out: Sequence[Task]) -> str:
     overlapping = [
         pair
         for pair in overlapping
-        if set(_list_identities(pair[0])) & set(_list_identities(pair[1]))
+        if set(_list_dedup_keys(pair[0])) & set(_list_dedup_keys(pair[1]))
     ]
     if not overlapping:
         return ""
@@ -451,11 +451,11 @@ def hash_questions(tasks: Sequence[Task]) -> np.ndarray:
 
 
 def _hash_task(task: Task) -> tuple[int, int]:
-    first, *others = map(_hash_text, _list_identities(task))
+    first, *others = map(_hash_text, _list_dedup_keys(task))
     return first, others[0] if others else first
 
 
-def _list_identities(task: Task) -> list[str]:
+def _list_dedup_keys(task: Task) -> list[str]:
     """Return texts that identify a task. Tasks with the same question share at least one text."""
     if task.question is not None:
         texts = ["question " + normalize_question(task.question)]
@@ -480,7 +480,7 @@ def _hash_text(text: str) -> int:
 
 
 def list_task_files(sources: Sequence[TaskSource]) -> dict[str, tuple[list[Path], str]]:
-    """Return the files of each source by key, such as `tasks.train.sources/0`.
+    """Return the files of each source, keyed by names such as `tasks.train.sources/0`.
 
     For an entry of `sources`, also return its other fields as JSON, because only its path may
     change on resume without `--accept_changes`; for other files, return "".

@@ -243,7 +243,7 @@ class ScoredEpisode:
 class Env(Protocol):
     """Environment interface. Methods handle a batch of episodes.
 
-    If a method raises, returns the wrong type, or `step` misses its deadline, the affected
+    If a method raises or returns the wrong type, or if `step` misses its deadline, the affected
     episodes end as environment errors. If `step` raises an `OutageError` without a fallback, the
     run ends.
 

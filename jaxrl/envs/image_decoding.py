@@ -60,7 +60,7 @@ def open_image(picture: Picture) -> PIL.Image.Image:
 
 
 def count_scans(jpeg: bytes) -> int:
-    """Return the number of scans in a JPEG. A result up to `MAX_SCANS` is an upper bound."""
+    """Count the scans in a JPEG. A count up to `MAX_SCANS` may be too high."""
     starts = jpeg.count(b"\xff\xda")
     if starts <= MAX_SCANS:
         return starts

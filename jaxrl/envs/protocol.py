@@ -83,7 +83,7 @@ class Protocol:
         reward_parts: Names of the reward parts that an environment computes.
         correctness_name: Name of the reward part that is specific to this protocol.
         correctness: Function that computes that part from a response and the accepted answers.
-        is_correct: Predicate of a response and the accepted answers.
+        is_correct: Predicate that checks a response against the accepted answers.
         read: Function that parses the text of a turn, given the names of the tools.
         is_abstention: Predicate that checks whether a response answers "I don't know".
         in_template: True if the chat template describes tools and renders results, and turns end

@@ -1,4 +1,4 @@
-"""Held-out evaluation measures with confidence intervals, as metrics and as text.
+"""Metrics of held-out evaluations with confidence intervals, for records and as text.
 
 `docs/evaluate.md` defines every number. Trajectories may come from any source, but must be in task
 order.
@@ -33,31 +33,31 @@ from jaxrl.types import Group, Trajectory, flatten_groups
 from jaxrl.utils.text import escape_control_chars
 
 COUNTS = ("num_questions", "unscored_questions", "environment_errors")
-"""Measures that are counts rather than means, and have no interval."""
+"""Metrics that are counts rather than means, and have no interval."""
 
 OUTCOMES = tuple(outcome for outcome in Outcome if outcome != Outcome.ENVIRONMENT_ERROR)
 
 RELIABILITY = ("precision", "reliability")
-"""Measures derived from the fractions of correct answers and of abstentions."""
+"""Metrics derived from the fractions of correct answers and of abstentions."""
 
 TOTAL_REWARD = "reward"
-"""Measure of the total reward of a run with several environments, whose reward parts differ."""
+"""Metric of the total reward of a run with several environments, whose reward parts differ."""
 
 CONTROL_SUITES = ("empty_search", "random_search")
 """Suites in which a control engine replaces the search engine."""
 
-ATTRIBUTION_MEASURES = (
+ATTRIBUTION_METRICS = (
     "answer_in_results",
     "retrieved_but_ignored",
     "right_without_evidence",
     "redundant_searches",
 )
-"""Measures that `compute_attribution` computes from the samples."""
+"""Metrics that `compute_attribution` computes from the samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSummary:
-    """Measures of one suite, by dataset and measure.
+    """Metrics of one suite, by dataset and metric.
 
     The dataset `all` contains every question. If there are several datasets, `mean` is the mean
     over them.
@@ -107,17 +107,17 @@ def summarize(
         )
     [num_samples] = sizes
     ks = get_subset_sizes(num_samples, ks)
-    # One row of measures per question; NaN for a measure that does not apply.
+    # One row of metrics per question; NaN for a metric that does not apply.
     measured = []
     for question in questions:
-        measures = _compute_measures(question, ks, has_python)
+        metrics = _compute_question_metrics(question, ks, has_python)
         if question.trajectories[0].task.environment in tool_environments:
             samples = [compute_attribution(t) for t in question.scored_trajectories]
-            measures |= {
-                name: mean([s[name] for s in samples if name in s]) for name in ATTRIBUTION_MEASURES
+            metrics |= {
+                name: mean([s[name] for s in samples if name in s]) for name in ATTRIBUTION_METRICS
             }
-        measured.append(measures)
-    names = list(dict.fromkeys(name for measures in measured for name in measures))
+        measured.append(metrics)
+    names = list(dict.fromkeys(name for metrics in measured for name in metrics))
     values = np.array([[m.get(name, math.nan) for name in names] for m in measured])
     # Means and bootstrap resamples of each dataset and of all questions.
     rows_by_source, rows_within_source = _group_rows(questions)
@@ -172,8 +172,10 @@ def get_subset_sizes(num_samples: int, ks: Sequence[int]) -> tuple[int, ...]:
     return tuple(ks) or (*(power for power in powers if power < num_samples), num_samples)
 
 
-def _compute_measures(question: Group, ks: Sequence[int], has_python: bool) -> dict[str, float]:
-    """Compute a question's measures; NaN for those that need more scored samples."""
+def _compute_question_metrics(
+    question: Group, ks: Sequence[int], has_python: bool
+) -> dict[str, float]:
+    """Compute a question's metrics; NaN for those that need more scored samples."""
     scored = question.scored_trajectories
     parts = sorted({name for t in scored for name in _get_parts(t)})
     formats = [t.is_well_formed for t in scored if "format" in t.reward_parts]
@@ -203,8 +205,8 @@ def _get_parts(trajectory: Trajectory) -> Mapping[str, float]:
 def _group_rows(questions: Sequence[Group]) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
     """Group the rows of questions by data source.
 
-    In a run with several environments, group them by environment. The second result then has the
-    data sources of each environment with several, such as `search/nq`.
+    In a run with several environments, group them by environment. The second result then groups the
+    rows of each environment that has several data sources, by names such as `search/nq`.
     """
     tasks = [question.trajectories[0].task for question in questions]
     by_source: dict[str, list[int]] = {}
@@ -222,21 +224,21 @@ def _group_rows(questions: Sequence[Group]) -> tuple[dict[str, list[int]], dict[
 
 
 def compute_attribution(trajectory: Trajectory) -> dict[str, float]:
-    """Return the `ATTRIBUTION_MEASURES` of a sample.
+    """Return the `ATTRIBUTION_METRICS` of a sample.
 
     Two of them require an exact-match score and are omitted if there is none.
     """
     origin: Attribution = attribute_answers(trajectory.turns, trajectory.task.answers)
-    measures: dict[str, float] = {"answer_in_results": origin.has_evidence}
+    metrics: dict[str, float] = {"answer_in_results": origin.has_evidence}
     if (score := trajectory.reward_parts.get("exact_match")) is not None:
         is_right = score == 1.0
-        measures["retrieved_but_ignored"] = origin.has_evidence and not is_right
-        measures["right_without_evidence"] = is_right and not origin.has_evidence
-    return measures | {"redundant_searches": origin.num_redundant}
+        metrics["retrieved_but_ignored"] = origin.has_evidence and not is_right
+        metrics["right_without_evidence"] = is_right and not origin.has_evidence
+    return metrics | {"redundant_searches": origin.num_redundant}
 
 
 def _append_reliability(values: np.ndarray, names: Sequence[str]) -> np.ndarray:
-    """Append the `RELIABILITY` measures to means `[.., M]` if they include exact match.
+    """Append the `RELIABILITY` metrics to means `[.., M]` if they include exact match.
 
     With accuracy a and abstention rate r, precision is a / (1 - r), or NaN if nothing was
     answered. Reliability is (1 - r) * precision + r * a = a + r * a.
@@ -330,7 +332,7 @@ BEHAVIOR_COLUMNS = {
     "sampled_tokens": "tokens",
     "environment_errors": "errors",
 }
-"""Measures in the main tables, and their column headers."""
+"""Metrics in the main tables, and their column headers."""
 
 OPTIONAL_COLUMNS = {
     "searched": "searched",
@@ -338,7 +340,7 @@ OPTIONAL_COLUMNS = {
     "precision": "precision",
     "reliability": "reliability",
 }
-"""Measures in an additional table, each shown only if it adds information."""
+"""Metrics in an additional table, each shown only if it adds information."""
 
 EVIDENCE_COLUMNS = {
     "answer_in_results": "in results",
@@ -346,7 +348,7 @@ EVIDENCE_COLUMNS = {
     "right_without_evidence": "right without",
     "redundant_searches": "redundant searches",
 }
-"""Attribution measures, in a separate table."""
+"""Attribution metrics, in a separate table."""
 
 DECIMAL_PLACES = {
     "searches": 2,
@@ -355,7 +357,7 @@ DECIMAL_PLACES = {
     "sampled_tokens": 1,
     **dict.fromkeys(COUNTS, 0),
 }
-"""Decimal places of measures that are not fractions; those have three."""
+"""Decimal places of metrics that are not fractions; those have three."""
 
 
 def _format_suite(suite: str, summary: EvalSummary) -> str:
@@ -365,11 +367,11 @@ def _format_suite(suite: str, summary: EvalSummary) -> str:
 
     def build_table(first: str, columns: Mapping[str, str]) -> str:
         rows = [
-            (name, *(_format_cell(summary, name, measure) for measure in columns)) for name in names
+            (name, *(_format_cell(summary, name, metric) for metric in columns)) for name in names
         ]
         return _format_table((first, *columns.values()), rows)
 
-    scores = {measure: header for measure, header in SCORE_COLUMNS.items() if measure in measured}
+    scores = {metric: header for metric, header in SCORE_COLUMNS.items() if metric in measured}
     tables = [build_table("", {"num_questions": "questions", **scores})]
     if not summary.weights.keys() <= scores.keys():
         rows = [
@@ -390,13 +392,13 @@ def _format_suite(suite: str, summary: EvalSummary) -> str:
         tables.append(build_table("", more))
     if "answer_in_results" in measured:
         tables.append(build_table("answer", EVIDENCE_COLUMNS))
-    ks = [measure.removeprefix("pass@") for measure in measured if measure.startswith("pass@")]
+    ks = [metric.removeprefix("pass@") for metric in measured if metric.startswith("pass@")]
     if ks:
         rows = [
             (
                 name,
                 k,
-                *(_format_cell(summary, name, f"{measure}@{k}") for measure in ("pass", "maj")),
+                *(_format_cell(summary, name, f"{metric}@{k}") for metric in ("pass", "maj")),
             )
             for name in names
             for k in ks
@@ -406,15 +408,15 @@ def _format_suite(suite: str, summary: EvalSummary) -> str:
     return f"{suite}, {samples}\n" + "\n\n".join(tables)
 
 
-def _format_cell(summary: EvalSummary, name: str, measure: str) -> str:
-    """Format a measure; only rewards, pass@k, maj@k and `RELIABILITY` show their interval."""
-    value = summary.means[name][measure]
+def _format_cell(summary: EvalSummary, name: str, metric: str) -> str:
+    """Format a metric; only rewards, pass@k, maj@k and `RELIABILITY` show their interval."""
+    value = summary.means[name][metric]
     if math.isnan(value):
         return "-"
-    text = f"{value:.{DECIMAL_PLACES.get(measure, 3)}f}"
-    interval = summary.intervals[name].get(measure)
+    text = f"{value:.{DECIMAL_PLACES.get(metric, 3)}f}"
+    interval = summary.intervals[name].get(metric)
     if interval and (
-        measure in summary.weights or measure.startswith(("pass@", *RELIABILITY, "maj@"))
+        metric in summary.weights or metric.startswith(("pass@", *RELIABILITY, "maj@"))
     ):
         text += f" [{interval[0]:.3f}, {interval[1]:.3f}]"
     return text

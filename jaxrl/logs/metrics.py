@@ -19,8 +19,8 @@ def compute_rollout_metrics(
 ) -> dict[str, float]:
     """Compute means over the scored trajectories, under verl's metric names where they exist.
 
-    If there are no scored trajectories, they are NaN, since an environment error is not a reward of
-    0. `has_python` adds a count of Python calls.
+    Without scored trajectories, the means are NaN, since an environment error is not a reward of 0.
+    `has_python` adds a count of Python calls.
     """
     scored = [t for t in trajectories if t.is_scored]
     lengths = [t.num_sampled for t in scored]
@@ -59,8 +59,7 @@ def compute_environment_metrics(
 ) -> dict[str, float]:
     """Compute the metrics of each environment, if there are several, as `env/<name>/<metric>`.
 
-    An environment without a trajectory or a sampled group has no metrics of these; no metric is
-    NaN.
+    Metrics that would be NaN are omitted for an environment without trajectories or sampled groups.
 
     Args:
         trajectories: Trajectories to train on.

@@ -48,7 +48,7 @@ def is_exact_match_only(weights: Mapping[str, float]) -> bool:
 def read_scores(workdir: Path, last_step: int) -> list[Scores]:
     """Read the scores of the evaluations up to the global step `last_step`, oldest first.
 
-    A name is `<measure>/<suite>` for all questions and `<dataset>/<measure>/<suite>` for the
+    A score's name is `<metric>/<suite>` for all questions and `<dataset>/<metric>/<suite>` for the
     questions of one dataset. A name without a suite refers to the first suite. `reward` is the
     weighted sum of the reward parts. Unreadable files are skipped.
     """
@@ -107,14 +107,14 @@ def format_scores(evaluations: Sequence[Scores]) -> list[str]:
     suites = [*SUITE_LABELS]
     for prefix, group in (("", suites[:2]), ("controls, ", suites[2:])):
         parts = []
-        for measure in ("exact_match",) if is_same else ("reward", "exact_match"):
+        for metric in ("exact_match",) if is_same else ("reward", "exact_match"):
             texts = []
             for suite in group:
-                if (value := last.get(f"{measure}/{suite}")) is not None:
-                    old = first.get(f"{measure}/{suite}")
+                if (value := last.get(f"{metric}/{suite}")) is not None:
+                    old = first.get(f"{metric}/{suite}")
                     arrow = "" if old is None else f"{old:.3f} -> "
                     texts.append(f"{SUITE_LABELS[suite]} {arrow}{value:.3f}")
             if texts:
-                parts.append(f"{measure.replace('_', ' ')}: {', '.join(texts)}")
+                parts.append(f"{metric.replace('_', ' ')}: {', '.join(texts)}")
         lines += [prefix + "; ".join(parts)] if parts else []
     return lines

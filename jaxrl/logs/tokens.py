@@ -23,7 +23,7 @@ def make_token_logger(
 ) -> TokenLogger:
     """Build `token_logger(groups, controllers, params, ref_params)`, to call before the updates.
 
-    The groups must have advantages. It returns a function `finish`. After the updates,
+    The groups must have advantages. `token_logger` returns a function `finish`. After the updates,
     `finish(params)` returns the per-token arrays of each trajectory by name, float32 [L], 0 outside
     the loss mask; {} for a trajectory excluded from the loss. Logprobs before and after the update
     are computed by the same program in the same rows, so only the parameters differ.

@@ -20,7 +20,7 @@ from jaxrl.utils.callables import format_failure
 
 
 def warn_about_missing_files(workdir: Path, records: Iterable[Record]) -> list[str]:
-    """Return a list with a warning if files that the records refer to are missing; else []."""
+    """Return a list with a warning if files that the records refer to are missing, or []."""
     names = []
     for record in records:
         stage, step = record.get("stage", "train"), record["step"]

@@ -144,7 +144,7 @@ class MetricsLog:
         self.num_records += 1
 
     def write_sign(self, step: int, stage: str, sign: Mapping[str, Any]) -> None:
-        """Append a sentinel alert to `sentinel.jsonl`."""
+        """Append a sign of collapse to `sentinel.jsonl`."""
         if self._path is not None:
             line = {"step": step, "stage": stage, "sign": sign["name"], **sign}
             del line["name"]

@@ -90,10 +90,10 @@ def check_supported(fields: dict[str, Any], source: str) -> None:
         f"hidden_act {activation!r:.80}": activation != "silu",
         "weight quantization (quantization_config)": "quantization_config" in fields,
     }
-    raise_unsupported(unsupported, source)
+    reject_unsupported_features(unsupported, source)
 
 
-def raise_unsupported(features: dict[str, bool], source: str) -> None:
+def reject_unsupported_features(features: dict[str, bool], source: str) -> None:
     """Raise a ValueError for the first unsupported feature that is present."""
     for feature, is_present in features.items():
         if is_present:
@@ -203,7 +203,7 @@ def init_params(config: Decoder, seed: int) -> Params:
 
 
 def _trim_stacks(config: Decoder, module: DecoderModule) -> Params:
-    """Return the module's parameters; entries in `config.partial_stacks` keep only their layers."""
+    """Return the parameters, with each stack in `partial_stacks` cut to its listed layers."""
     params = nnx.to_pure_dict(nnx.state(module, nnx.Param))
     for name, layers in config.partial_stacks.items():
         selected = jax.tree.map(

@@ -193,7 +193,7 @@ def load_hf(
         shardings = {
             p: leaf_sharding for p, leaf_sharding in shardings.items() if p.split("/")[0] in entries
         }
-    tensors = partial(open_canonical, config, Path(path)) if is_lazy else stored
+    tensors = partial(open_canonical_tensors, config, Path(path)) if is_lazy else stored
     return load_tensors(config, tensors, shardings, dtype=dtype, progress=progress)
 
 
@@ -264,7 +264,7 @@ def open_hf(
         FileNotFoundError, ValueError: See `load_hf`.
     """
     config = read_architecture(path, architecture)
-    return config, open_canonical(config, Path(path), log)
+    return config, open_canonical_tensors(config, Path(path), log)
 
 
 def open_and_validate(
@@ -280,8 +280,8 @@ def open_and_validate(
                 stored[part] = StoredTensor(
                     part, fused_tensor.file, _MatrixSlice(fused_tensor.data, matrix_index, rows)
                 )
-    unused = _find_unused(config, stored)
-    if ignored := unused - _find_copied(config, stored):
+    unused = _find_unused_tensors(config, stored)
+    if ignored := unused - _find_copied_tensors(config, stored):
         tensors = "1 tensor" if len(ignored) == 1 else f"{len(ignored)} tensors"
         log(
             f"warning: {str(folder)!r} has {tensors} that the model does not use, such as "
@@ -298,12 +298,12 @@ BUFFERS = re.compile(r"(^|\.)(rotary_(pos_)?emb\.\w+|position_ids|masked_bias)$"
 """Names of buffers in old checkpoints; their values are derived from the config."""
 
 
-def _find_copied(config: Architecture, stored: Iterable[str]) -> set[str]:
+def _find_copied_tensors(config: Architecture, stored: Iterable[str]) -> set[str]:
     """Return the names of tensors that the model does not use and an export copies."""
     return {name for name in stored if name.startswith(config.hf_copied_prefixes())}
 
 
-def _find_unused(config: Architecture, stored: Iterable[str]) -> set[str]:
+def _find_unused_tensors(config: Architecture, stored: Iterable[str]) -> set[str]:
     """Return the names of tensors that do not change the model's output.
 
     Like transformers, this skips `BUFFERS` and modules outside the model, such as a value head.
@@ -311,7 +311,7 @@ def _find_unused(config: Architecture, stored: Iterable[str]) -> set[str]:
     """
     expected = {*locate_hf_tensors(config), *config.hf_tied_names()}
     modules = {name.partition(".")[0] for name in expected}
-    unused = _find_copied(config, stored)
+    unused = _find_copied_tensors(config, stored)
     for name in stored:
         canonical = canonicalize_name(config, name)
         is_outside = canonical.partition(".")[0] not in modules or BUFFERS.search(canonical)
@@ -320,7 +320,7 @@ def _find_unused(config: Architecture, stored: Iterable[str]) -> set[str]:
     return unused
 
 
-def open_canonical(
+def open_canonical_tensors(
     config: Architecture, folder: Path, log: LogCallback = lambda _: None
 ) -> dict[str, StoredTensor]:
     """Open and validate an HF folder's tensors, by `hf_names`; raises the errors of `load_hf`."""
@@ -507,7 +507,7 @@ def write_hf(
     }
     is_writer = jax.process_index() == 0
     stored = {} if source is None else open_tensors(Path(source))
-    copied = {name: stored[name] for name in sorted(_find_copied(config, stored))}
+    copied = {name: stored[name] for name in sorted(_find_copied_tensors(config, stored))}
     sizes |= {name: math.prod(t.shape) * DTYPES[t.dtype].itemsize for name, t in copied.items()}
 
     def get_any_tensor(name: str) -> np.ndarray:
@@ -564,7 +564,7 @@ def write_tensors(
 def _locate_exported_tensors(
     config: Architecture, names: Iterable[str]
 ) -> dict[str, TensorLocation]:
-    """Return tensor locations by the source's names, starting with those in `hf_names`."""
+    """Map the source's tensor names to locations: names in `hf_names` first, then tied copies."""
     canonical, copies = locate_hf_tensors(config), config.hf_tied_names()
     source_names = {canonicalize_name(config, name): name for name in names}
     locations = {source_names[name]: location for name, location in canonical.items()}

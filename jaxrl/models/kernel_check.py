@@ -58,7 +58,7 @@ def supports_dtype(kernel: str, dtype: DTypeLike | None) -> bool:
     return dtype is None or kernel not in HALF_PRECISION_ONLY or jnp.dtype(dtype).itemsize == 2
 
 
-def explain_excluded(kernels: Iterable[str], dtype: DTypeLike | None) -> str:
+def explain_excluded_kernels(kernels: Iterable[str], dtype: DTypeLike | None) -> str:
     """Return a clause for the log that names the kernels skipped because of `dtype`, or ""."""
     names = [name for name in kernels if not supports_dtype(name, dtype)]
     return f" and {' and '.join(names)} is for bfloat16" if names else ""

@@ -32,7 +32,7 @@ def allocate(
     *,
     scan_layers: bool = False,
 ) -> Cache:
-    """Allocate zeroed pages: one pair of arrays per attention layer, or one for all of them."""
+    """Allocate zeroed pages: one pair of arrays per attention layer, or one pair for all layers."""
     num_layers = config.num_attention_layers
     num_arrays = 1 if scan_layers else num_layers
     heads = num_layers // num_arrays * config.num_kv_heads

@@ -13,8 +13,8 @@ from jaxrl.models.decoder import (
     check_supported,
     drop_nulls,
     parse_common_fields,
-    raise_unsupported,
     read_positive_int,
+    reject_unsupported_features,
 )
 from jaxrl.models.defaults import fill_hf_defaults
 from jaxrl.models.qwen import QwenConfig
@@ -59,7 +59,7 @@ class LlamaConfig(QwenConfig):
             f"a sliding window of {fields.get('sliding_window')} tokens": has_window
             and fields["sliding_window"] < model.max_positions,
         }
-        raise_unsupported(unsupported, source)
+        reject_unsupported_features(unsupported, source)
         return model
 
     def hf_config(self) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Output layer: log-probabilities and entropies of selected tokens, without storing all logits.
 
 Pieces of rows are split over S shards. On each shard, the hidden states of the selected tokens are
-compacted to `[S, C, D]`; their logits are computed one chunk at a time and overwritten in blocks.
+compacted to `[S, C, D]`; their logits are computed one chunk at a time, and each block of a chunk
+is replaced in place with its results.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def split_evenly(num_tokens: int, max_tokens: int) -> tuple[int, int]:
 
 
 def choose_block_tokens(platform: str, num_ids: int) -> int:
-    """Return the tokens per block: 2 MB of logits on a CPU, where all intermediates are stored."""
+    """Return the tokens per block, whose logits take 2 MB on a CPU, which stores intermediates."""
     return max(2**19 // num_ids, 1) if platform == "cpu" else sys.maxsize
 
 

@@ -78,7 +78,7 @@ class RopeScaling(ABC):
         """Return the scaled frequencies, in the format of `compute_default_frequencies`."""
 
     def hf_fields(self) -> dict[str, Any]:
-        """Return the settings by their names in `config.json`."""
+        """Return the settings, keyed by their names in `config.json`."""
         return asdict(self)
 
     def max_positions(self, max_position_embeddings: int) -> int:

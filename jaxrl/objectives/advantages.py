@@ -286,7 +286,7 @@ def _count_members(
 def _pass_at_k(
     is_correct: Bool[Array, " N"], count: Int[Array, " N"], num_correct: Int[Array, " N"], k: int
 ) -> Float[jax.Array, " N"]:
-    """Compute `pass_at_k` from the size and number of correct members of each group."""
+    """Compute `pass_at_k` from each group's size and correct count."""
     num_wrong = count - num_correct
 
     def draw(i: jax.Array, shares: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -75,13 +75,13 @@ def keep_in_range(
 def needs_resampling(
     scores: Float[Array, " N"], is_abstention: Bool[Array, " N"], group_ids: Int[Array, " N"]
 ) -> Bool[np.ndarray, " N"]:
-    """Return a mask of groups to resample: those without a positive score or an abstention.
+    """Return a mask of groups to resample: they have neither a positive score nor an abstention.
 
     BAPO (https://arxiv.org/abs/2601.11037): if the complete group is sampled again, it may contain
     a correct answer or an abstention.
 
     Args:
-        scores: Correctness, at most 0 if there is none, before any boundary-aware bonus.
+        scores: Correctness, at most 0 for a wrong answer, before any boundary-aware bonus.
         is_abstention: True if the answer, well-formed or not, says that the model does not know.
         group_ids: Trajectories with the same id form a group. Those with a negative id are not
             resampled.

@@ -35,11 +35,11 @@ Pair = tuple[Float[Array, "..."], Bool[Array, "..."]]
 
 
 def _combine_segmented_sums(left: Pair, right: Pair) -> Pair:
-    """Combine adjacent spans: sum since the last segment start, and whether one exists."""
+    """Combine adjacent spans: (sum since the last segment start in it, whether there is one)."""
     value = jnp.where(right[1], right[0], left[0] + right[0])
     return value, left[1] | right[1]
 
 
 def _propagate(right: Pair, left: Pair) -> Pair:
-    """Combine adjacent spans: value at the first segment end, and whether one exists."""
+    """Combine adjacent spans: (value at the first segment end in it, whether there is one)."""
     return jnp.where(left[1], left[0], right[0]), left[1] | right[1]

@@ -63,11 +63,11 @@ def boundary_aware_rewards(
     non-abstaining members give at least n/2 distinct answers, where n is the group size.
 
     Args:
-        scores: Correctness, at most 0 if there is none, negative for a bad format.
+        scores: Correctness, at most 0 for a wrong answer, negative for a bad format.
         is_abstention: True if the answer says that the model does not know. Malformed abstentions
             count toward the rate but earn nothing.
         is_well_formed: True if the response follows the protocol.
-        answers: Normalized final answers, "" if there is none. Those of abstentions are ignored.
+        answers: Normalized final answers, "" if there is none. Answers of abstentions are ignored.
         group_ids: Trajectories with the same id form a group, in any order. A negative id excludes
             the trajectory, and its reward is 0.
         is_late: True once the late stage has begun. To disable the stage gate, pass True.

@@ -90,7 +90,7 @@ class Checkpointer:
         self._keep, self._keep_best = keep, keep_best
         self._log = log
         if distributed.is_main():
-            _finish_interrupted(self._folder)
+            _finish_interrupted_changes(self._folder)
         distributed.barrier()
         options = ocp.CheckpointManagerOptions(
             # Keep all: `_finalize_save` removes old ones once the manifest of a newer one is
@@ -152,7 +152,7 @@ class Checkpointer:
         values = self._read_scores()
         for old in values.keys() - select_steps_to_keep(values, self._keep, self._keep_best):
             remove_atomic(self._folder / str(old))
-        _finish_interrupted(self._folder)
+        _finish_interrupted_changes(self._folder)
 
     def wait(self) -> None:
         """Wait until the last save is complete; raise its error if it failed."""
@@ -183,7 +183,7 @@ class Checkpointer:
         Raises:
             CheckpointError: See `restore`.
         """
-        step = self._choose_undamaged(sorted(self.scores(), reverse=True))
+        step = self._choose_undamaged_step(sorted(self.scores(), reverse=True))
         return None if step is None else (step, self._read_position(step))
 
     def remove_after(self, step: int) -> None:
@@ -225,7 +225,7 @@ class Checkpointer:
                 checkpoint failed, for example because there is too little memory or the
                 configuration changed.
         """
-        step = self._choose_undamaged(
+        step = self._choose_undamaged_step(
             [step] if step is not None else sorted(self.scores(), reverse=True)
         )
         if step is None:
@@ -241,7 +241,7 @@ class Checkpointer:
         Raises:
             CheckpointError: No undamaged checkpoint has a score, or restoring it failed.
         """
-        step = self._choose_undamaged(rank_steps(self.scores()))
+        step = self._choose_undamaged_step(rank_steps(self.scores()))
         if step is None:
             raise CheckpointError(
                 f"{self._folder} has no checkpoint with an evaluation score, so there is no "
@@ -252,7 +252,7 @@ class Checkpointer:
         )
         return step, TrainState(params=items["params"], **items["optimizer"])
 
-    def _choose_undamaged(self, steps: Sequence[int]) -> int | None:
+    def _choose_undamaged_step(self, steps: Sequence[int]) -> int | None:
         """Return the first undamaged step in `steps`; move those before it to `damaged/`."""
         self.wait()
         is_main = distributed.is_main()
@@ -425,7 +425,7 @@ def _hash_json(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _finish_interrupted(folder: Path) -> None:
+def _finish_interrupted_changes(folder: Path) -> None:
     """Finish or undo the saves, replacements and removals that a killed process began."""
     marker = folder / "saving"
     if marker.is_file():

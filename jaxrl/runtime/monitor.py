@@ -2,9 +2,9 @@
 
 Each process of a job starts a monitor in a new session and sends it one line per second. The
 monitor of process 0 is the hub, to which all others connect. A process is lost if it failed, or was
-killed, stopped or cut off. The hub sends the first loss to all monitors. Each monitor prints it to
-standard error and ends the monitored process, which would otherwise wait forever in a collective
-operation. This module imports neither JAX nor the rest of jaxrl.
+killed, stopped or cut off. The hub tells all monitors about the first lost process. Each monitor
+prints a message to standard error and ends the monitored process, which would otherwise wait
+forever in a collective operation. This module imports neither JAX nor the rest of jaxrl.
 
 Lines are JSON objects. The first line on standard input has the settings. The process then sends
 `alive`, `finished`, `failed` (the reason) and `stop` (it received a signal). It receives `stop` and
@@ -12,7 +12,8 @@ Lines are JSON objects. The first line on standard input has the settings. The p
 exchange `alive`, `finished`, `stop` and `lost`.
 
 The first line from a monitor to the hub is not JSON: it is the job's token and the monitor's index.
-The hub parses no JSON from a caller before that, and stops listening once all monitors have joined.
+The hub parses no JSON from a connection before that, and stops listening once all monitors have
+joined.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ FAILURE_WAIT_S = 2.0
 """Seconds to wait after a failure for the report of a killed process that may have caused it."""
 
 MAX_UNAUTHENTICATED = 64
-"""Maximum number of unauthenticated callers beyond missing monitors; the oldest are dropped."""
+"""Maximum number of unauthenticated connections beyond missing monitors; the oldest are dropped."""
 
 _MAX_LINE_BYTES = 1 << 20
 _MAX_HELLO_BYTES = 128  # more than a token and an index need
@@ -55,9 +56,9 @@ class MonitorSettings:
         names: Names of all processes of the job, for messages.
         hub: Host and port of the hub.
         hub_fd: File descriptor of the hub's listening socket; -1 for other monitors.
-        token: Secret that proves that a caller belongs to the job.
+        token: Secret that proves that a connection comes from the job.
         deadline_s: Seconds of silence after which a process counts as lost.
-        handshake_timeout_s: Seconds that a caller has to send the token.
+        handshake_timeout_s: Seconds that a new connection has to send the token.
     """
 
     index: int
@@ -194,7 +195,7 @@ class Monitor:
                     self._accept()
                 elif key.data in self._links:  # not dropped earlier in this loop
                     loss = loss or self._read_link(key.data)
-            self._drop_unauthenticated()
+            self._drop_unauthenticated_links()
             loss = loss or self._check_timeouts() or self._check_failure()
             if loss is not None:
                 return self._terminate(loss)
@@ -210,11 +211,14 @@ class Monitor:
             connection, _ = self._listener.accept()
             self._add_link(_Link(index=None, read_fd=connection.fileno(), connection=connection))
 
-    def _drop_unauthenticated(self) -> None:
+    def _drop_unauthenticated_links(self) -> None:
         """Drop connections that do not authenticate in time, and the oldest above the limit."""
-        now, max_callers = time.monotonic(), MAX_UNAUTHENTICATED + len(self._missing)
+        now, max_connections = time.monotonic(), MAX_UNAUTHENTICATED + len(self._missing)
         for rank, link in enumerate(reversed(self._unauthenticated_links())):
-            if rank >= max_callers or now - link.connected_at > self._settings.handshake_timeout_s:
+            if (
+                rank >= max_connections
+                or now - link.connected_at > self._settings.handshake_timeout_s
+            ):
                 self._drop_link(link)
 
     def _unauthenticated_links(self) -> list[_Link]:
@@ -222,7 +226,7 @@ class Monitor:
         return [link for link in self._links if link.index is None]
 
     def _read_link(self, link: _Link) -> ProcessLoss | None:
-        """Read from a link; return the loss that it reports or that its closing implies, if any."""
+        """Read from a link; return the lost process that its data or end implies, if any."""
         is_open = link.receive()
         if link.index is None and not self._authenticate(link, is_open=is_open):
             return None
@@ -252,7 +256,7 @@ class Monitor:
         return None
 
     def _authenticate(self, link: _Link, *, is_open: bool) -> bool:
-        """Return True if a caller's first line is complete and valid; drop an invalid caller."""
+        """Return True if a connection's first line is complete and valid; drop it if invalid."""
         hello, newline, buffer = link.buffer.partition(b"\n")
         token, _, index = hello.partition(b" ")
         if is_open and not newline and len(hello) <= _MAX_HELLO_BYTES:
@@ -276,7 +280,7 @@ class Monitor:
         return True
 
     def _check_timeouts(self) -> ProcessLoss | None:
-        """Return the loss of a process that has been silent for too long, if any."""
+        """Return a process that counts as lost because it has been silent for too long, if any."""
         deadline_s = self._settings.deadline_s
         now = time.monotonic()
         for link in self._links:
@@ -291,7 +295,7 @@ class Monitor:
         return None
 
     def _check_failure(self) -> ProcessLoss | None:
-        """Return the first failure if no other loss was reported within `FAILURE_WAIT_S`."""
+        """Return the first failure if no other process was lost within `FAILURE_WAIT_S`."""
         if (
             self._first_failure is None
             or time.monotonic() - self._first_failure[0] < FAILURE_WAIT_S

@@ -133,7 +133,7 @@ class MonitorClient:
             os._exit(EXIT_LOST)
 
     def extend_to_job(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
-        """Return a function that is True once `should_stop` is True in any process of the job."""
+        """Return a function that returns True once `should_stop` does in any process of the job."""
         self._should_stop = should_stop
         return lambda: should_stop() or self._is_stopping.is_set()
 
@@ -255,7 +255,7 @@ def _report_waiting(
 
 
 def _make_bind_options(coordinator: str) -> dict[str, Any]:
-    """Return the options that bind JAX's coordinator to a loopback address; else {}."""
+    """Return the options that bind JAX's coordinator to a loopback address; {} for others."""
     host = coordinator.rpartition(":")[0].strip("[]")
     with contextlib.suppress(ValueError):  # raised for a host name
         if ipaddress.ip_address(host).is_loopback:

@@ -89,7 +89,7 @@ def count_weights(
 def local_param_sizes(
     spec: ParamSpec, mesh: Any, **settings: bool
 ) -> dict[tuple[str, ...], tuple[int, np.dtype]]:
-    """Return the number of values on one device and the dtype of each parameter, by path."""
+    """Map each parameter path to its number of values on one device and its dtype."""
     shapes = flatten_dict(spec.abstract_params())
     layouts = flatten_dict(param_shardings(mesh, spec, **settings))
     return {

@@ -55,7 +55,7 @@ class SamplerCache:
 
 @struct.dataclass
 class CacheIndices:
-    """Indices of pages and state slots to copy or swap; the number of either means "none"."""
+    """Indices of pages and state slots to copy or swap; an index past the last one means "none"."""
 
     pages: Array  # int32 [S * n]
     state_slots: Array | None = None  # int32 [S * m]; None without recurrent layers
@@ -330,7 +330,7 @@ class Programs:
         self.architecture.sampler_hidden_states(
             weights, token_ids, positions.reshape(-1), layer_scan
         )
-        recorded = self._check_recorded(layer_scan.aux, token_ids.size)
+        recorded = self._check_recorded_arrays(layer_scan.aux, token_ids.size)
         recorded = {
             name: x.reshape(-1, self.block_tokens, *x.shape[1:]) for name, x in recorded.items()
         }
@@ -359,7 +359,7 @@ class Programs:
         out = out.swapaxes(0, 1).reshape(-1, *out.shape[3:])
         return self._constrain_rows(out), states
 
-    def _check_recorded(self, aux: AuxArrays, num_tokens: int) -> dict[str, Array]:
+    def _check_recorded_arrays(self, aux: AuxArrays, num_tokens: int) -> dict[str, Array]:
         """Validate and return the arrays `[M, ...]` recorded by a pass over M tokens."""
         for name, spec in self.recorded_specs.items():
             expected = (num_tokens, *spec.shape), spec.dtype
@@ -575,7 +575,7 @@ class Programs:
             weights, state.pending, positions, layer_scan
         )
         chunk = SamplerCache(pages=layer_scan.cache, states=layer_scan.states)
-        return hidden, chunk, self._check_recorded(layer_scan.aux, state.pending.size)
+        return hidden, chunk, self._check_recorded_arrays(layer_scan.aux, state.pending.size)
 
     def _add_step(
         self, old: jax.Array, new: jax.Array, layer: Any, index: jax.Array

@@ -8,7 +8,7 @@ tokens of an observation, or finishes it. A waiting row keeps its pages, so only
 prefilled on resume. All samples of a prompt share its full pages. With recurrent layers, each row
 and each cached prompt also has a state, which rows keep in the same way.
 
-If pages run out, the youngest request is preempted: its pages are swapped out to the host, and
+If pages run out, the newest request is preempted: its pages are swapped out to the host, and
 swapped in before any newer request is admitted. The oldest request therefore always makes progress.
 
 A chunk may be dispatched before the report of the previous chunk is read, so that the host works
@@ -654,7 +654,7 @@ class Engine:
     # Pages.
 
     def _allocate_pages(self) -> bool:
-        """Allocate pages for the next chunk, preempting the youngest rows if necessary.
+        """Allocate pages for the next chunk, preempting the newest rows if necessary.
 
         Return False if reports must be read first, because rows of a chunk in flight keep their
         pages.
@@ -663,11 +663,11 @@ class Engine:
             for row in shard.rows_needing_pages:
                 num_missing_pages = shard.num_missing_pages(row)
                 while row.saved is None and num_missing_pages > shard.pool.num_free:
-                    if shard.evict_cached():  # evict unused prompts first
+                    if shard.evict_cached_prompts():  # evict unused prompts first
                         continue
                     if self._in_flight:  # its rows still write to their pages
                         return False
-                    self._preempt(shard, shard.resident[-1])
+                    self._preempt(shard, shard.resident_rows[-1])
                 if row.saved is None:
                     first = len(row.pages)
                     row.pages += shard.pool.allocate(num_missing_pages)
@@ -743,7 +743,7 @@ class Engine:
             self.counts.prefilled_prompt += len(row.prefill_ids)
             self._rows[number] = row
         for scheduler in self._shards:
-            scheduler.evict_cached(keep=self._next_prompt)
+            scheduler.evict_cached_prompts(keep=self._next_prompt)
 
     @property
     def _cache_sizes(self) -> tuple[int, int, int]:
@@ -790,12 +790,12 @@ class Engine:
     def _swap_row(
         self, row: Row, *, sources: Sequence[int] = (), targets: Sequence[int] = (), first: int = 0
     ) -> SamplerCache:
-        """Read pages and the state of a row, or write the row's saved ones.
+        """Read the pages and state of a row, or write back its saved pages and state.
 
         Args:
             row: The row.
             sources: Pages to read, if the row is not swapped out.
-            targets: Pages to write, if it is.
+            targets: Pages to write, if the row is swapped out.
             first: Index in `row.saved` of the contents for the first target.
 
         Returns:

@@ -55,7 +55,7 @@ def _encode_prefix(tokenizer: Tokenizer, text: str, max_tokens: int) -> Sequence
     """Return the first `max_tokens` ids of a text, cached because groups often repeat texts."""
     if len(text) > _MAX_CACHED_CHARS:
         return tokenizer.encode_prefix(text, max_tokens)
-    return _encode_cached(tokenizer, text, max_tokens)
+    return _encode_and_cache(tokenizer, text, max_tokens)
 
 
 _MAX_CACHED_CHARS = 2**14
@@ -63,7 +63,7 @@ _MAX_CACHED_CHARS = 2**14
 
 
 @lru_cache(maxsize=512)
-def _encode_cached(tokenizer: Tokenizer, text: str, max_tokens: int) -> tuple[int, ...]:
+def _encode_and_cache(tokenizer: Tokenizer, text: str, max_tokens: int) -> tuple[int, ...]:
     return tuple(tokenizer.encode_prefix(text, max_tokens))
 
 

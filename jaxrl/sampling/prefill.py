@@ -28,7 +28,7 @@ class PrefillPiece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillBatcher:
-    """Builds the input arrays of the prefill programs from rows with unread tokens.
+    """Builder of the input arrays of the prefill programs, from rows with unread tokens.
 
     Attributes:
         tower: Encoder of attachments; None for a text-only model.

@@ -216,7 +216,7 @@ class Rollout(BaseRollout):
                 return
             num_open = [sample.episode.outcome for sample in samples.values()].count(None)
             progress(len(samples) - num_open, len(samples))
-            for call in self._due_calls(calls, should_stop):
+            for call in self._select_due_calls(calls, should_stop):
                 self._wait_for_reply([call], should_stop)
                 calls.remove(call)
                 self._apply_replies(call, samples, sampling)
@@ -234,7 +234,7 @@ class Rollout(BaseRollout):
         replies = self._threads.start(lambda: self._step_episodes(episodes, texts))
         return _EnvCall(due=due, members=members, replies=replies, deadline=deadline)
 
-    def _due_calls(
+    def _select_due_calls(
         self, calls: Sequence[_EnvCall], should_stop: Callable[[], bool]
     ) -> list[_EnvCall]:
         """Return the calls whose replies are added now, at least one if the engine is stalled."""
@@ -276,7 +276,7 @@ class Rollout(BaseRollout):
         members = []
         for event in events:
             sample = samples[event.request]
-            sample.append_sampled(event, version)
+            sample.append_sampled_tokens(event, version)
             if event.status == decode.RUNNING:
                 continue
             text = self._decode_turn(sample, event.status)

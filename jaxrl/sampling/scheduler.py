@@ -149,12 +149,12 @@ class BlockScheduler:
         self._num_rows, self._num_steps, self._page_tokens = num_rows, num_steps, page_tokens
 
     @property
-    def resident(self) -> list[Row]:
+    def resident_rows(self) -> list[Row]:
         """Return the rows with pages, oldest first."""
         return [row for row in self.rows.values() if row.saved is None]
 
     @property
-    def _preempted(self) -> list[Row]:
+    def _preempted_rows(self) -> list[Row]:
         """Return the preempted rows, oldest first."""
         return [row for row in self.rows.values() if row.saved is not None]
 
@@ -192,9 +192,9 @@ class BlockScheduler:
         prefix = row.prefix
         del prefix.rows[row.request]
         if not prefix.rows and not prefix.cached and self._is_current(prefix):
-            self._forget(prefix)
+            self._stop_sharing(prefix)
 
-    def _forget(self, prefix: Prefix) -> None:
+    def _stop_sharing(self, prefix: Prefix) -> None:
         """Stop sharing a prompt with new requests."""
         self._free_state(prefix.state_slot)
         del self.prefixes[prefix.prompt]
@@ -220,13 +220,13 @@ class BlockScheduler:
         if row.saved is not None:
             return
         prefix = row.prefix
-        is_last = self._is_current(prefix) and len(prefix.rows) == 1 and not self._preempted
+        is_last = self._is_current(prefix) and len(prefix.rows) == 1 and not self._preempted_rows
         if is_last and prefix.prompt == next_prompt:
             prefix.cached = row.pages[: count_pages(prefix.num_tokens, self._page_tokens)]
             self.pool.retain(prefix.cached)
         self.free(row)
 
-    def evict_cached(self, *, keep: PromptTokens = PromptTokens()) -> bool:
+    def evict_cached_prompts(self, *, keep: PromptTokens = PromptTokens()) -> bool:
         """Evict unused cached prompts except `keep`; return False if there were none."""
         cached = [
             prefix for prefix in self.prefixes.values() if prefix.cached and prefix.prompt != keep
@@ -234,14 +234,14 @@ class BlockScheduler:
         for prefix in cached:
             self.pool.free(prefix.cached)
             prefix.cached = []
-            self._forget(prefix)
+            self._stop_sharing(prefix)
         return bool(cached)
 
     def reset_prefix_cache(self) -> None:
         """Invalidate the prefix cache after a weight update."""
-        self.evict_cached()
+        self.evict_cached_prompts()
         for prefix in list(self.prefixes.values()):
-            self._forget(prefix)
+            self._stop_sharing(prefix)
 
     def next_to_swap_in(self) -> Row | None:
         """Return the oldest preempted row if its pages and state fit, else None."""

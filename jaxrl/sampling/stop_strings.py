@@ -22,7 +22,8 @@ class StopAutomaton:
         next_state: int8 or int16 [S, V], state after each token.
         is_hit: bool [S, V], True if a stop string ends within the token.
         stop_strings: UTF-8 bytes of each stop string.
-        start_state: 0, or the first of its states in tables that several automata share.
+        start_state: State at the start of a turn: 0, or this automaton's first state in tables that
+            several automata share.
     """
 
     next_state: np.ndarray

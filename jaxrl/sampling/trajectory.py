@@ -56,13 +56,13 @@ class Sample:
         """Begin the first turn, after the prompt."""
         self.turn_starts = [self.prompt_length]
 
-    def append_sampled(self, event: Event, version: int) -> None:
+    def append_sampled_tokens(self, event: Event, version: int) -> None:
         """Append tokens sampled by the engine with weights of a given version."""
         self.append(event.token_ids.tolist(), event.logprobs, event.entropies, version)
         if event.recorded:
             self.recorded[-1].append(event.recorded)
 
-    def append_unknown(self, token_ids: Sequence[int], version: int) -> None:
+    def append_unknown_tokens(self, token_ids: Sequence[int], version: int) -> None:
         """Append tokens with unknown log-probabilities and entropies (NaN)."""
         unknown = np.full(len(token_ids), np.nan, np.float32)
         self.append(token_ids, unknown, unknown, version)

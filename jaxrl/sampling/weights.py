@@ -21,7 +21,7 @@ from jaxrl.types import Params
 
 
 class WeightConverter:
-    """Converts parameters to sampler weights, and owns the memory of the weights.
+    """Converter of parameters to sampler weights, and owner of the weights' memory.
 
     Weights are copies, so later updates of the parameters do not affect them. Only a parameter that
     the architecture never trains, and that the sampler uses unchanged, is shared. Parameters frozen
@@ -62,7 +62,7 @@ class WeightConverter:
         )
         self.shardings: Any = shardings
         self._output_shardings: list[NamedSharding] = jax.tree.leaves(outputs)
-        self._unchanged = self._find_unchanged(policy) if train_mesh == mesh else {}
+        self._unchanged = self._map_unchanged_weights(policy) if train_mesh == mesh else {}
         frozen = flatten_dict(policy.param_specs()[1].abstract_params())
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(self._params)]
         self._is_frozen = [tuple(entry.key for entry in path) in frozen for path in paths]
@@ -78,7 +78,7 @@ class WeightConverter:
             self.shardings,
         )
 
-    def _find_unchanged(self, policy: Architecture) -> dict[int, int]:
+    def _map_unchanged_weights(self, policy: Architecture) -> dict[int, int]:
         """Map the index of each weight that is an unchanged parameter to the parameter's index."""
         source_shardings = jax.tree.leaves(param_shardings(self._mesh, policy))
         program = jax.make_jaxpr(self._prepare)(self._params)

@@ -29,7 +29,7 @@ from jaxrl.training.usage import UsageStats
 
 @dataclass(kw_only=True)
 class Collector:
-    """Collects each step's groups, either when the step starts or one step ahead.
+    """Collector of each step's groups, either when the step starts or one step ahead.
 
     Prefetched groups use the weights from before the current step's update, and the controllers
     that `update_controllers` returned in that step. The step's evaluation updates the stage gate

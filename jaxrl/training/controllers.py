@@ -351,7 +351,7 @@ class Controllers:
 
     @classmethod
     def init(cls, method: Method) -> Controllers:
-        """Return the states before the first step."""
+        """Return the initial controller states."""
         shaping, kl = method.shaping, method.kl
         coefficients = EntropyCoefficients(dict.fromkeys(BUCKETS, shaping.alpha_init))
         return cls(

@@ -14,7 +14,7 @@ from jaxrl.types import Batch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class MinibatchPiece:
     """Part of a mini-batch with the stage's shape, on the host and on the devices."""
 
     packed: PackedBatch

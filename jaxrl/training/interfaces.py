@@ -37,7 +37,7 @@ class CheckpointManager(Protocol):
         """Restore the checkpoint with the highest value; return its step and state."""
 
     def scores(self) -> dict[int, float | None]:
-        """Return the evaluation score of each saved checkpoint, by step."""
+        """Return the evaluation score of each saved checkpoint, keyed by step."""
 
     def wait(self) -> None:
         """Wait until all checkpoints are on disk."""

@@ -82,7 +82,7 @@ def split_minibatches(
     offset = 0
     old_is_current = old_logprobs_are_current(method.optimizer, method.filter)
     for part in cut_minibatches(groups, method.optimizer.num_minibatches):
-        selected = select_trained(part, method, offset)
+        selected = select_trained_trajectories(part, method, offset)
         offset += len(flatten_groups(part))
         trained = [*selected.values()]
         fields = {"token_weights": loss_weights([t.loss_mask for t in trained], method.loss)}
@@ -116,7 +116,7 @@ def split_groups(groups: Sequence[Group], max_sequences: int) -> list[list[Group
     return pieces
 
 
-def select_trained(
+def select_trained_trajectories(
     groups: Sequence[Group], method: Method, offset: int = 0
 ) -> dict[int, Trajectory]:
     """Return the trajectories to train on, by `offset` plus their index in `flatten_groups`."""

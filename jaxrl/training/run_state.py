@@ -159,7 +159,7 @@ class Progress:
 
     @property
     def effective_weights_step(self) -> int:
-        """Step that produced the weights: the last step, unless the stage stopped early."""
+        """Step that produced the weights: the last one, or the best one after an early stop."""
         return self.step if self.weights_step is None else self.weights_step
 
     def restore_images(self, with_images: Callable[[list[Group]], list[Group]]) -> None:
@@ -173,7 +173,7 @@ class Progress:
                 prefetched, groups=groups, buffered_groups=buffered_groups
             )
 
-    def discard_prefetched(self) -> None:
+    def discard_prefetched_groups(self) -> None:
         """Drop the prefetched groups of the next step, and add their usage to the ledger."""
         if self.prefetched is not None:
             self.ledger, self.prefetched = self.ledger + self.prefetched.ledger, None
@@ -214,7 +214,7 @@ class Progress:
         if progress.prefetched is not None:
             sizes = [len(group.trajectories) for group in progress.prefetched.groups]
             if not method.async_level or sizes != [method.group_size] * method.tasks_per_step:
-                progress.discard_prefetched()
+                progress.discard_prefetched_groups()
         return progress
 
 
@@ -266,7 +266,7 @@ class RunState:
             Controllers.init(self.components.method),
             [],
         )
-        progress.discard_prefetched()
+        progress.discard_prefetched_groups()
         progress.in_flight_tasks = []
         return True
 

@@ -439,7 +439,7 @@ class GradientStep:
         self.accumulate_metrics = MicroBatchLoop(model, "update_metrics", accumulate_metrics, key)
 
     def __call__(self, params: Params, batch: Batch, packed: PackedBatch) -> GradAccumulator:
-        """Sum over the micro-batches of `packed`; `batch` is its copy on the devices."""
+        """Accumulate gradients over the micro-batches of `packed`; `batch` is its device copy."""
         policy, rest = self._model.merge(params), batch.rest
         batch = replace(batch, rest=None)
         # Attachments do not change the shapes of the sums.

@@ -160,17 +160,17 @@ def atomic_folder(path: Path, *, marker: str, is_writer: bool = True) -> Iterato
 def begin_replacing(folder: Path) -> None:
     """Rename an existing folder to `<name>.replaced`, until `recover` removes or restores it."""
     if folder.exists():
-        folder.rename(_sibling_path(folder, "replaced"))
+        folder.rename(_get_sibling_path(folder, "replaced"))
 
 
 def remove_atomic(folder: Path) -> None:
     """Remove a folder atomically. If killed, leave `<name>.removed`, which `recover` removes."""
-    _remove(folder, _sibling_path(folder, "removed"))
+    _remove(folder, _get_sibling_path(folder, "removed"))
 
 
 def recover(folder: Path) -> None:
     """Finish an interrupted replacement or removal; restore the old folder if no new one exists."""
-    replaced, removed = _sibling_path(folder, "replaced"), _sibling_path(folder, "removed")
+    replaced, removed = _get_sibling_path(folder, "replaced"), _get_sibling_path(folder, "removed")
     if replaced.exists():
         if folder.exists():
             _remove(replaced, removed)
@@ -179,7 +179,7 @@ def recover(folder: Path) -> None:
     shutil.rmtree(removed, ignore_errors=True)
 
 
-def _sibling_path(folder: Path, end: str) -> Path:
+def _get_sibling_path(folder: Path, end: str) -> Path:
     return folder.with_name(f"{folder.name}.{end}")
 
 

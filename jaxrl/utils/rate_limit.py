@@ -15,7 +15,7 @@ def clip_wait_s(wait_s: float | None) -> float:
 
 
 class RateLimiter:
-    """Limits the number of queries that start per second.
+    """Limit on the number of queries that start per second.
 
     At rate r, at most b = max(1, floor(r)) queries start within any b / r seconds.
     """

@@ -405,5 +405,5 @@ def test_the_example_of_environments_is_valid():
     search, math = c.environments.values()
     assert (search.weight, math.weight) == (0.7, 0.3)
     assert (search.reward_weights, math.reward_weights) == ({"exact_match": 1.0}, {"math": 1.0})
-    assert (search.has_tools, math.has_tools, c.has_tools) == (True, False, True)
+    assert (search.is_multi_turn, math.is_multi_turn, c.is_multi_turn) == (True, False, True)
     assert rules.list_warnings(c) == []

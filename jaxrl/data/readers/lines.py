@@ -37,14 +37,14 @@ class _LineReader(Reader):
     def __init__(self, path: Path, config_key: str):
         self._source, self.config_key = UnchangedFile(path), config_key
         self._offsets, self._line_numbers = array("Q"), array("Q")
-        self._find_records()
+        self._index_records()
         if not self._offsets:
             raise ValueError(
                 f"{path} is empty; {config_key} must name a file with at least one record."
             )
 
     @abstractmethod
-    def _find_records(self) -> None:
+    def _index_records(self) -> None:
         """Append the byte offset and line number of each record to the index."""
 
     @abstractmethod
@@ -65,7 +65,7 @@ class _LineReader(Reader):
 class _JsonlReader(_LineReader):
     """Reader for a JSONL file."""
 
-    def _find_records(self) -> None:
+    def _index_records(self) -> None:
         file = self._source.file
         reject_other_formats(self._source.path, file.read(4096))
         file.seek(0)
@@ -127,7 +127,7 @@ class _CsvReader(_LineReader):
         self._delimiter, self._columns = delimiter, columns
         super().__init__(path, config_key)
 
-    def _find_records(self) -> None:
+    def _index_records(self) -> None:
         """Index the rows, and check that each has as many cells as the header."""
         path, rows = self._source.path, self._read_rows(0, 0)
         self._names = next(rows, [])

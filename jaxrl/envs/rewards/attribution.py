@@ -110,9 +110,9 @@ def occurs_in(answer: str, observation: str) -> bool:
     """Return True if an observation contains an answer as complete words.
 
     Both are normalized as in `exact_match`, once with punctuation removed and once with it replaced
-    by spaces: `U.S.` is `US`, and `1914-1918` contains `1914`. Compatibility forms are equal,
-    invisible characters are ignored, and each letter of a script without spaces is a word. Tags and
-    document numbers do not count.
+    by spaces: `U.S.` is `US`, and `1914-1918` contains `1914`. Text is NFKC-normalized, invisible
+    characters are ignored, and each letter of a script without spaces is a word. Tags and document
+    numbers do not count.
     """
     text = _DOCUMENT.sub(" ", _TAG.sub(" ", observation))
     form_pairs = zip(_build_normalized_forms(answer), _build_normalized_forms(text), strict=True)

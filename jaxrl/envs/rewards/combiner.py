@@ -331,14 +331,14 @@ class RewardCombiner:
 
 @dataclass(frozen=True)
 class EnvironmentRewards:
-    """Reward function of a run with several environments; `combiners` has one for each."""
+    """Reward function of a run with several environments; `combiners` has one combiner for each."""
 
     combiners: Mapping[str, RewardCombiner]
 
     def __call__(
         self, groups: Sequence[Sequence[ScoredEpisode]]
     ) -> list[list[Reward | BaseException]]:
-        """Return the rewards of each group by its environment's parts, all at the same time."""
+        """Compute the rewards of all groups concurrently, each with its environment's combiner."""
         indices: dict[str, list[int]] = {}
         for index, group in enumerate(groups):
             if group:

@@ -20,11 +20,11 @@ def is_refusal(answer: str) -> bool:
 
 def is_abstention(response: str) -> bool:
     """Return True if the first closed answer of a response says "I don't know"."""
-    span = _first_answer(response)
+    span = _extract_first_answer(response)
     return span is not None and is_refusal(span)
 
 
-def _first_answer(response: str) -> str | None:
+def _extract_first_answer(response: str) -> str | None:
     _, _, rest = response.partition("<answer>")
     span, close, _ = rest.partition("</answer>")
     return span if close else None
@@ -46,7 +46,7 @@ def follows_bapo_format(response: str, *, tools: Sequence[str] = ("search", "pyt
         return False
     if not response.count("<answer>") == response.count("</answer>") == 1:
         return False
-    span = _first_answer(response)
+    span = _extract_first_answer(response)
     if span is None or "\\boxed{" not in span or "}" not in span:
         return False
     for tool in tools:
@@ -62,7 +62,7 @@ def follows_bapo_format(response: str, *, tools: Sequence[str] = ("search", "pyt
 
 def extract_boxed_answer(response: str) -> str | None:
     r"""Return the last balanced `\boxed{..}` in the first closed answer, or None."""
-    span = _first_answer(response)
+    span = _extract_first_answer(response)
     return None if span is None else extract_last_boxed(span)
 
 

@@ -53,8 +53,8 @@ def tokenize(text: str) -> list[str]:
     """Split `text` into lowercase words, and scripts without spaces into letter bigrams.
 
     A word is a letter, number or underscore followed by letters, marks, numbers and underscores
-    (Unicode categories). Format characters are dropped. Compatibility forms are equal (NFKC), so
-    full-width letters and combining accents match the usual spelling.
+    (Unicode categories). Format characters are dropped. Text is NFKC-normalized, so full-width
+    letters and combining accents match their standard forms.
     """
     text = fold_case(text)
     if text.isascii():
@@ -143,7 +143,7 @@ class LocalSearch(DocumentSearch):
         self._folder, self._schema = folder, tantivy_index.schema
 
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
-        """Return the documents with the highest BM25 scores, several queries in parallel.
+        """Return the documents with the highest BM25 scores. Queries run in parallel.
 
         Tied documents get the score of the first of them.
         """
@@ -221,7 +221,7 @@ def _check_files(folder: Path, corpus_sha256: str) -> None:
 
 
 def _hash_files(folder: Path, names: Sequence[str]) -> dict[str, str]:
-    """Return the SHA-256 of files by name; "" for missing files."""
+    """Map file names to SHA-256 digests, or "" for missing files."""
 
     def hash_if_present(name: str) -> str:
         return hash_file(folder / name) if (folder / name).exists() else ""

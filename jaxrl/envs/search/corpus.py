@@ -181,7 +181,7 @@ def find_longest_prefix(path: Path, sizes: Mapping[str, int]) -> tuple[str, int]
 
     Args:
         path: JSONL file.
-        sizes: Size of each known prefix in bytes, by SHA-256.
+        sizes: Size of each known prefix in bytes, keyed by SHA-256.
 
     Returns:
         SHA-256 and number of lines of the longest prefix; "" and 0 if none matches.

@@ -65,7 +65,7 @@ def find_phrases(phrases: Iterable[Phrase], documents: Iterable[Document]) -> se
     missing: dict[str, dict[int, set[Phrase]]] = {}
     for phrase in phrases:
         missing.setdefault(phrase[0], {}).setdefault(len(phrase), set()).add(phrase)
-    found: set[Phrase] = set()
+    present_phrases: set[Phrase] = set()
     for document in documents:
         if not missing:
             break
@@ -84,11 +84,11 @@ def find_phrases(phrases: Iterable[Phrase], documents: Iterable[Document]) -> se
                 del by_length[len(phrase)]
             if not by_length:
                 del missing[phrase[0]]
-        found |= hits
-    return found
+        present_phrases |= hits
+    return present_phrases
 
 
-def find_unanswerable(
+def find_unanswerable_tasks(
     tasks: Iterable[Task], documents: Iterable[Document]
 ) -> tuple[list[bool], int]:
     """Find the tasks whose accepted answers occur in no document.
@@ -98,10 +98,10 @@ def find_unanswerable(
         checked. The flag is False for unchecked tasks (see `make_phrases`).
     """
     phrases = [make_phrases(task) for task in tasks]
-    found = find_phrases(set().union(*phrases), documents)
-    return [is_missing(group, found) for group in phrases], sum(map(bool, phrases))
+    present_phrases = find_phrases(set().union(*phrases), documents)
+    return [is_missing(group, present_phrases) for group in phrases], sum(map(bool, phrases))
 
 
-def is_missing(phrases: Collection[Phrase], found: Collection[Phrase]) -> bool:
+def is_missing(phrases: Collection[Phrase], present_phrases: Collection[Phrase]) -> bool:
     """Return True if `phrases` is not empty and none of them was found."""
-    return bool(phrases) and not any(phrase in found for phrase in phrases)
+    return bool(phrases) and not any(phrase in present_phrases for phrase in phrases)

@@ -1,4 +1,4 @@
-"""Config key of the audit at startup."""
+"""Config key for the audit at startup."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from jaxrl.envs.search.corpus import (
     get_index_folder,
     read_corpus,
 )
-from jaxrl.extras.audit.coverage import find_unanswerable
+from jaxrl.extras.audit.coverage import find_unanswerable_tasks
 from jaxrl.runtime import distributed
 from jaxrl.utils.files import open_atomic
 from jaxrl.utils.json_io import read_object
@@ -56,7 +56,7 @@ def audit_tasks(
     corpus, index = Path(settings.corpus), get_index_folder(settings.corpus, settings.index)
     check_corpus(corpus, index, section=f"search.{c.corpus_section}")
     if c.filter.unanswerable == "drop":
-        return _drop_unanswerable(tasks, corpus, index, workdir, show)
+        return _drop_unanswerable_tasks(tasks, corpus, index, workdir, show)
     if not distributed.is_main():
         return tasks, []
     if (size := corpus.stat().st_size) > MAX_CORPUS_BYTES:
@@ -66,7 +66,7 @@ def audit_tasks(
         ]
     show(f"looking for answers in {corpus}")
     samples = sample_tasks(tasks, NUM_SAMPLES, seed=c.seed)
-    flags, num_checked = find_unanswerable(samples, read_corpus(corpus))
+    flags, num_checked = find_unanswerable_tasks(samples, read_corpus(corpus))
     if not any(flags):
         return tasks, []
     return tasks, [
@@ -83,7 +83,7 @@ def sample_tasks(tasks: Sequence[Task], count: int, *, seed: int) -> list[Task]:
     return [tasks[index] for index in sorted(indices.tolist())]
 
 
-def _drop_unanswerable(
+def _drop_unanswerable_tasks(
     tasks: Mixture[Task],
     corpus: Path,
     index: Path,
@@ -101,7 +101,7 @@ def _drop_unanswerable(
         dropped = saved["dropped"]
     else:
         show(f"looking for the answers of {len(tasks):,} tasks in {corpus}")
-        flags, _ = find_unanswerable(tasks, read_corpus(corpus))
+        flags, _ = find_unanswerable_tasks(tasks, read_corpus(corpus))
         dropped = [task.id for task, flag in zip(tasks, flags, strict=True) if flag]
     dropped = distributed.broadcast(dropped)
     if file and distributed.is_main():

@@ -82,12 +82,12 @@ def audit(
     statistics: dict[str, dict[str, Statistic]] = {name: {} for name in samples}
     phrases = {name: [make_phrases(task) for task in tasks] for name, tasks in samples.items()}
     # Coverage of the corpus, for all splits in one pass.
-    found = None
+    present_phrases = None
     if section := c.corpus_section:
         corpus = c.search[section].corpus
         show(f"looking for answers in {corpus}")
         groups = [group for split in phrases.values() for group in split]
-        found = find_phrases(set().union(*groups), read_corpus(Path(corpus)))
+        present_phrases = find_phrases(set().union(*groups), read_corpus(Path(corpus)))
     elif c.needs_live_engine:
         engine_name = f"config.search.engine={c.search.engine!r}"
         log(f"{engine_name} names no corpus file: answers are not looked up in documents")
@@ -95,8 +95,8 @@ def audit(
     for name, tasks in samples.items():
         add, is_checked = statistics[name].__setitem__, [bool(group) for group in phrases[name]]
         add("no answer to look for", count_flags([not x for x in is_checked], tasks))
-        if found is not None:
-            flags = [is_missing(group, found) for group in phrases[name]]
+        if present_phrases is not None:
+            flags = [is_missing(group, present_phrases) for group in phrases[name]]
             add("answer in no document", count_flags(flags, tasks, is_checked))
         if isinstance(engine, DocumentSearch):
             show(f"searching for the {len(tasks):,} {name} questions")
@@ -132,7 +132,7 @@ def audit(
 def count_flags(
     flags: Sequence[bool], tasks: Iterable[Task], counts: Sequence[bool] | None = None
 ) -> Statistic:
-    """Return the statistic for tasks with a flag, among the tasks that `counts` includes."""
+    """Count the flagged tasks, and their share of the tasks for which `counts` is True."""
     total = len(flags) if counts is None else sum(counts)
     ids = [task.id for task, flag in zip(tasks, flags, strict=True) if flag]
     return {"count": len(ids), "of": total, "share": len(ids) / max(total, 1), "tasks": ids}

@@ -26,7 +26,7 @@ class Conversation:
     """
 
     def __init__(self, components: RunComponents, config: ResolvedConfig, temperature: float = 0.0):
-        """Start with an empty history.
+        """Create a conversation with an empty history.
 
         Args:
             components: Run components from `load_saved_run`.

@@ -37,8 +37,8 @@ from jaxrl.models.decoder import (
     drop_nulls,
     linear,
     linear_axes,
-    raise_unsupported,
     read_positive_int,
+    reject_unsupported_features,
     rms_norm,
     rope,
 )
@@ -138,8 +138,7 @@ class Qwen35Config(QwenConfig):
         """Build the model from the `config.json` of a text model, or of one with a vision tower.
 
         Raises:
-            ValueError: See `QwenConfig.from_dict`. Also if the sizes of the delta nets are
-                inconsistent.
+            ValueError: See `QwenConfig.from_dict`, or the sizes of the delta nets are inconsistent.
         """
         model_type = fields.get("model_type")
         if model_type not in MODEL_TYPES:
@@ -163,7 +162,7 @@ class Qwen35Config(QwenConfig):
         fraction = rope.pop("partial_rotary_factor", fields.pop("partial_rotary_factor", 0.25))
         fields.pop("partial_rotary_factor", None)
         layer_types = _read_layer_types(fields, source)
-        raise_unsupported(
+        reject_unsupported_features(
             {"attn_output_gate False": fields.get("attn_output_gate") is False}, source
         )
         dense = QwenConfig.from_dict(
@@ -292,7 +291,7 @@ class Qwen35Config(QwenConfig):
     def mix_tokens(
         self, layer: Params, x: Float[Array, "M D"], angles: Angles, mixer: Mixer
     ) -> Float[Array, "M D"]:
-        """Compute a layer's residual: of its delta net, or of gated attention."""
+        """Compute the residual of a layer's delta net or gated attention."""
         if "delta" in layer:
             return self._run_delta_net(layer["delta"], x, mixer)
         weights = layer["attention"]
@@ -377,7 +376,7 @@ class Qwen35Config(QwenConfig):
         return _with_decay_rates(super().weights_for_decoding(params, dtype), params)
 
     def memory_terms(self, tensor: int) -> MemoryTerms:
-        """Return the larger of the memory of a layer with attention and one with a delta net."""
+        """Return the memory of a layer with attention or a delta net, whichever is larger."""
         dense = super().memory_terms(tensor)
         # The delta net holds its inputs and outputs in float32, and several arrays of each chunk.
         delta_width = self.delta_channels + 2 * self.num_value_heads * self.value_dim
@@ -409,10 +408,10 @@ def causal_conv(
         window: Values of the W - 1 tokens before the chunk; 0 before the start of their context.
         taps: Weight of each token in the window; the last one is that of the token itself.
         starts: See `delta_rule`.
-        counts: Number of tokens that count, which come first.
+        counts: Number of valid tokens, which come first.
 
     Returns:
-        The results, and the window after the tokens that count.
+        The results, and the window after the valid tokens.
     """
     C, lookback = x.shape[1], window.shape[1]
     padded = jnp.concatenate([window, x], axis=1)

@@ -51,7 +51,7 @@ class BertConfig:
 
     @property
     def partial_stacks(self) -> Stacks:
-        """Empty: all layers have the same parameters."""
+        """Always empty, since all layers have the same parameters."""
         return {}
 
     @classmethod

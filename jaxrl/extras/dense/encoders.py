@@ -160,8 +160,8 @@ def read_embedding_model(
         path: Folder with the `config.json` of a BERT or Qwen model.
         pooling: One of `POOLINGS`; "" for the value in the folder, or else that of the model
             family.
-        query_prefix: Text prepended to each query; "auto" as for `pooling`.
-        passage_prefix: Text prepended to each passage; "auto" as for `pooling`.
+        query_prefix: Text prepended to each query; "auto" has the same meaning as "" for `pooling`.
+        passage_prefix: Text prepended to each passage; "auto" as for `query_prefix`.
         max_tokens: Maximum tokens per text, in addition to the model's limit.
 
     Raises:
@@ -290,7 +290,7 @@ def load_encoder(
 
 
 def get_required_param_shapes(model: BertConfig | Architecture) -> Mapping[str, tuple[int, ...]]:
-    """Return the shapes of the parameters that compute hidden states, by path."""
+    """Map the paths of the parameters that compute hidden states to their shapes."""
     leaves = flatten_dict(model.abstract_params(), sep="/")
     return {name: leaf.shape for name, leaf in leaves.items() if not name.startswith("lm_head/")}
 

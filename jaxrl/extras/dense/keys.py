@@ -1,4 +1,4 @@
-"""Config keys of dense retrieval and hybrid search."""
+"""Config keys for dense retrieval and hybrid search."""
 
 from jaxrl.config.keys import CORPUS, DTYPES, MODEL, Key
 

@@ -94,7 +94,7 @@ def _compute_int8_scales(rows: np.ndarray) -> np.ndarray:
 def _compute_scores(
     queries: jax.Array, passages: jax.Array, scales: jax.Array | None, *, is_cpu: bool
 ) -> jax.Array:
-    """Compute float32 scores [Q, n] of passages [n, D], without the queries' scales.
+    """Compute float32 scores [Q, n] of passages [n, D], not yet multiplied by the queries' scales.
 
     Int8 products are exact: they are summed in int32, or in float32 on a CPU (where int32 is slow)
     if the sums stay below 2^24.

@@ -1,6 +1,6 @@
 """Rollouts with a model behind an OpenAI-compatible endpoint instead of the run's model.
 
-The environment and the budgets are the run's, and its tokenizer counts tokens and truncates texts.
+The run's environment and budgets apply, and its tokenizer counts tokens and truncates texts.
 Trajectories contain this tokenizer's ids, without log-probabilities, so they cannot be used for
 training. Images are sent unprocessed; the run's processor counts their tokens.
 
@@ -280,7 +280,7 @@ class ChatRollout(BaseRollout):
     ):
         """Create a rollout that samples from `model`.
 
-        The model gets blank images, as a control, if `processor.is_blank`.
+        If `processor.is_blank`, the model gets blank images as a control.
 
         Raises:
             ValueError: The environment describes its tools through the chat template.
@@ -352,7 +352,9 @@ class ChatRollout(BaseRollout):
                 return
             text = replace_surrogates(output.text)
             sample.usage = {k: sample.usage.get(k, 0) + n for k, n in output.usage.items()}
-            sample.append_unknown(self._tokenizer.encode_plain(text), sampling.policy_version)
+            sample.append_unknown_tokens(
+                self._tokenizer.encode_plain(text), sampling.policy_version
+            )
             if output.is_cut:
                 self._end_episode(sample, Turn(text=text, is_cut=True), Outcome.OUT_OF_BUDGET)
             else:

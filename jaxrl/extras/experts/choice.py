@@ -19,7 +19,7 @@ from jaxrl.extras.experts.products import grouped_matmul, grouped_matmul_static
 from jaxrl.models.kernel_check import (
     SelectedKernel,
     Trial,
-    explain_excluded,
+    explain_excluded_kernels,
     select_kernel,
     supports_dtype,
 )
@@ -139,7 +139,7 @@ def resolve_kernel_name(
         candidates = (kernel for kernel in kernels if supports_dtype(kernel, dtype))
         return (*candidates, "xla")[
             0
-        ], f"since the devices are {platform}s{explain_excluded(kernels, dtype)}"
+        ], f"since the devices are {platform}s{explain_excluded_kernels(kernels, dtype)}"
     if name != "xla" and name not in kernels:
         platforms = " and ".join(f"{key}s" for key in KERNELS if name in KERNELS[key])
         raise ValueError(

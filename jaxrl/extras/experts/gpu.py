@@ -30,7 +30,7 @@ def grouped_matmul(
     *,
     interpret: bool = False,
 ) -> Float[Array, "A F"]:
-    """Compute a `GroupedMatmul` with forward and backward kernels, accumulating in float32.
+    """Implement `GroupedMatmul` with forward and backward kernels, accumulating in float32.
 
     Widths that are not multiples of 16 are padded, which copies the weights.
     """

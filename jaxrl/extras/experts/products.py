@@ -74,7 +74,7 @@ def find_tiles(sizes: Int[Array, " G"], num_rows: int, tile: int) -> Tiles:
 def grouped_matmul(
     rows: Float[Array, "A D"], weights: Float[Array, "G D F"], sizes: Int[Array, " G"]
 ) -> Float[Array, "A F"]:
-    """Compute a `GroupedMatmul` in a loop over the used tiles, accumulating in float32."""
+    """Implement `GroupedMatmul` with a loop over nonempty tiles, accumulating in float32."""
     return make_grouped_matmul(_multiply_tiles, _compute_weight_gradient, has_static_length=False)(
         rows, weights, sizes
     )
@@ -83,7 +83,7 @@ def grouped_matmul(
 def grouped_matmul_static(
     rows: Float[Array, "A D"], weights: Float[Array, "G D F"], sizes: Int[Array, " G"]
 ) -> Float[Array, "A F"]:
-    """Compute a `GroupedMatmul` in a fixed-length loop, which does not wait for the host."""
+    """Implement `GroupedMatmul` with a fixed-length loop, which does not wait for the host."""
     return make_grouped_matmul(_multiply_tiles, _compute_weight_gradient, has_static_length=True)(
         rows, weights, sizes
     )

@@ -111,8 +111,7 @@ class QwenMoeConfig(QwenConfig):
         """Build the model from a `config.json` with old or new field names.
 
         Raises:
-            ValueError: See `QwenConfig.from_dict`. Also raised if the numbers of experts are
-                inconsistent.
+            ValueError: See `QwenConfig.from_dict`, or the numbers of experts are inconsistent.
         """
         if fields.get("model_type") != "qwen3_moe":
             raise ValueError(

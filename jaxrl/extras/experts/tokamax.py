@@ -34,7 +34,7 @@ def grouped_matmul(
     *,
     interpret: bool = False,
 ) -> Float[Array, "A F"]:
-    """Compute a `GroupedMatmul` with forward and backward kernels, accumulating in float32.
+    """Implement `GroupedMatmul` with forward and backward kernels, accumulating in float32.
 
     Args:
         rows: Rows sorted by group.

@@ -21,7 +21,7 @@ def grouped_matmul(
     *,
     interpret: bool = False,
 ) -> Float[Array, "A F"]:
-    """Compute a `GroupedMatmul` with JAX's megablox kernels, forward and backward."""
+    """Implement `GroupedMatmul` with JAX's megablox kernels, forward and backward."""
     padded = jnp.pad(rows, ((0, -len(rows) % TILE_ROWS), (0, 0)))
     inner, outer = (min(-(-size // 128) * 128, MAX_TILE) for size in weights.shape[1:])
     tiling = (TILE_ROWS, inner, outer)

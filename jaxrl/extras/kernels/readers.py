@@ -20,17 +20,17 @@ def find_last_readers(reads: Int[Array, "R 3 T"]) -> Int[Array, "R T"]:
     T = starts.shape[1]
     positions = jnp.arange(T)
 
-    def find_next(is_start: jax.Array) -> jax.Array:
+    def find_next_start(is_start: jax.Array) -> jax.Array:
         next_index = jnp.pad(
             jnp.where(is_start, positions, T)[:, 1:], ((0, 0), (0, 1)), constant_values=T
         )
         return jax.lax.cummin(next_index, axis=1, reverse=True)
 
-    ends = find_next(starts == positions)
+    ends = find_next_start(starts == positions)
     # Segments that share a prompt directly follow it, and share the same part of it.
     next_index = jnp.minimum(ends, T - 1)
     next_values = (jnp.take_along_axis(x, next_index, axis=1) for x in (shared_starts, shared_ends))
     next_start, next_end = next_values
     is_shared = (ends < T) & (next_start == starts) & (positions < next_end)
     # `shared_ends` is 0 without a shared prompt, even in padded and shifted rows.
-    return jnp.where(is_shared, find_next((starts == positions) & (shared_ends == 0)), ends)
+    return jnp.where(is_shared, find_next_start((starts == positions) & (shared_ends == 0)), ends)

@@ -26,7 +26,7 @@ from jaxrl.models.hf_weights import (
     gather_to_host,
     load_tensors,
     open_and_validate,
-    open_canonical,
+    open_canonical_tensors,
     open_safetensors,
     read_tensor_dtypes,
     write_hf,
@@ -79,7 +79,7 @@ def load_base(
     Float weights are loaded as in `load_hf`. Every process reads each int8 layer in full, because
     its scales depend on all inputs.
     """
-    model, stored = adapter.model, open_canonical(adapter.model, Path(path))
+    model, stored = adapter.model, open_canonical_tensors(adapter.model, Path(path))
     shapes = flatten_dict(adapter.param_specs()[1].abstract_params(), sep="/")
     shardings = flatten_dict(sharding.param_shardings(mesh, adapter.param_specs()[1]), sep="/")
     quantized = [p.removesuffix("_scale") for p in shapes if p.endswith("/kernel_scale")]

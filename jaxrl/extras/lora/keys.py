@@ -1,4 +1,4 @@
-"""Config keys of adapters."""
+"""Config keys for adapters."""
 
 from jaxrl.config.keys import DTYPES, Key, Rule, are_nonempty_strings
 

@@ -1,4 +1,4 @@
-"""Config keys of MCP servers."""
+"""Config keys for MCP servers."""
 
 from jaxrl.config.keys import Key
 

@@ -125,7 +125,7 @@ def suggest_settings(
     combined until the plan fits. The list is empty if no combination fits.
     """
 
-    def compute_needed(settings: dict[str, Any]) -> int | None:
+    def compute_needed_bytes(settings: dict[str, Any]) -> int | None:
         try:
             return make_plan(config.with_values(settings), model, target).needed_bytes
         except ValueError:
@@ -137,7 +137,7 @@ def suggest_settings(
     # Try each key alone. In the same pass, collect all changes that save memory.
     for options in _iter_options(config, model, target):
         for settings in options:
-            size = compute_needed(settings)
+            size = compute_needed_bytes(settings)
             if size is not None and size <= usable:
                 single.setdefault(
                     format_bytes(size), Suggestion(settings=settings, needed_bytes=size)
@@ -147,7 +147,7 @@ def suggest_settings(
             if combined.needed_bytes <= usable:
                 break
             merged = {**combined.settings, **settings}
-            size = compute_needed(merged)
+            size = compute_needed_bytes(merged)
             if size is not None and size < combined.needed_bytes:
                 combined = Suggestion(settings=merged, needed_bytes=size)
     return [*single.values()] or ([combined] if combined.needed_bytes <= usable else [])

@@ -32,7 +32,8 @@ def show_plan(
         num_devices: Total number of devices; 0 for the devices of this host.
         num_processes: Number of processes that share the devices.
         memory_gib: Memory per device in GiB; 0 for the memory of this host's devices.
-        platform: Device platform. None is gpu if `memory_gib` is set, else this host's platform.
+        platform: Device platform. None selects `gpu` if `memory_gib` is set, else this host's
+            platform.
         num_passages: Number of passages for `search.dense`; 0 to count the lines of the corpus.
         json_file: Path to write the plan to as JSON, or None.
 

@@ -28,7 +28,7 @@ def format_plan(plan: Plan, advice: Sequence[Suggestion], num_needed: int | None
     table.add_column(unit, justify="right")
     for phase in plan.phases:
         table.add_row(f"[bold]{phase.name}[/bold]", f"[bold]{phase.peak / scale:.2f}[/bold]")
-        for name, size in phase.kept.items():
+        for name, size in phase.persistent.items():
             table.add_row(f"  {name}", f"{size / scale:.2f}")
         for moment, terms in phase.moments.items():
             mark = " (the peak)" if moment == phase.moment else ""

@@ -124,20 +124,20 @@ class Phase:
 
     Attributes:
         name: Name of the phase in the table.
-        kept: Terms that are allocated for the entire phase.
+        persistent: Terms that are allocated for the entire phase.
         moments: Additional terms at each point that could be the peak.
-        spare: Bytes of `kept` that are allocated only if memory is free.
+        spare: Bytes of `persistent` that are allocated only if memory is free.
     """
 
     name: str
-    kept: dict[str, int]
+    persistent: dict[str, int]
     moments: dict[str, dict[str, int]]
     spare: int = 0
 
     @property
     def peak(self) -> int:
         """Peak memory in bytes."""
-        return sum(self.kept.values()) + sum(self.moments[self.moment].values())
+        return sum(self.persistent.values()) + sum(self.moments[self.moment].values())
 
     @property
     def moment(self) -> str:
@@ -146,7 +146,7 @@ class Phase:
 
     def list_largest_terms(self, count: int) -> list[tuple[str, int]]:
         """Return the `count` largest terms at the peak, largest first."""
-        terms = self.kept | self.moments[self.moment]
+        terms = self.persistent | self.moments[self.moment]
         return sorted(terms.items(), key=lambda term: -term[1])[:count]
 
 
@@ -295,7 +295,7 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
     num_minibatches = config.optimizer.num_minibatches if stage == "train" else 1
     token_bytes = BATCH_BYTES + sum(array.num_bytes for array in shape.token_arrays.values())
     search_resident, searching = _count_search_bytes(config, target)
-    kept = {
+    persistent = {
         **_count_state_bytes(config, model, mesh, stage),
         **search_resident,
         "gradients": 4 * policy.num_trained,
@@ -305,8 +305,8 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
         config
     ):  # the next rollout runs during the update
         sampling = plan_rollout(config, model, target)
-        kept |= {name: sampling.kept[name] for name in ("decode weights", "KV cache")}
-        kept |= {"sampling": sum(sampling.moments[sampling.moment].values())} | searching
+        persistent |= {name: sampling.persistent[name] for name in ("decode weights", "KV cache")}
+        persistent |= {"sampling": sum(sampling.moments[sampling.moment].values())} | searching
 
     # Layers. Without a scan over layers, the CPU compiler keeps all activations.
     remat = "none" if is_cpu and not config.model.scan_layers else config.model.remat
@@ -386,7 +386,7 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
         terms, trains = tower.memory_terms(), not (config.model.freeze_tower or policy.has_adapter)
         patches = rows * shape.row_units * tower.patches_per_token
         # Patches of this micro-batch and the next.
-        kept["batch"] += 2 * patches * (tower.patch_values * itemsize + 4 * tower.num_coords)
+        persistent["batch"] += 2 * patches * (tower.patch_values * itemsize + 4 * tower.num_coords)
         values = (1 + trains) * tower.num_deepstack_layers * tokens * model.width
         saved = terms.saved_activations.get(remat, 0)
         values += trains * tower.num_layers * patches * (tower.width + saved)
@@ -398,7 +398,7 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
             "attention scores of patches": 4 * (2 + trains) * tower.num_scores(patches),
         }
         resident["images, kept for the backward pass"] = values * (itemsize + copies * 2)
-    phase = _make_phase(f"{stage} update", kept, moments, resident)
+    phase = _make_phase(f"{stage} update", persistent, moments, resident)
     if section.offload:
         offloaded_bytes = _count_moment_bytes(policy, section)
         phase.moments["optimizer"] = {"optimizer state, from the host": offloaded_bytes}
@@ -412,7 +412,7 @@ def plan_rollout(config: ResolvedConfig, model: Architecture, target: Target) ->
     is_fixed = cache.compute_num_pages(config, target.platform) is not None
     return replace(
         phase,
-        kept=phase.kept | {"KV cache": pages * cache.page_bytes},
+        persistent=phase.persistent | {"KV cache": pages * cache.page_bytes},
         spare=0 if is_fixed else (pages - cache.pages_per_row) * cache.page_bytes,
     )
 
@@ -538,13 +538,13 @@ def _plan_sampling(config: ResolvedConfig, model: Architecture, target: Target) 
             values = config.image_tokens * (1 + tower.num_deepstack_layers) * model.width
             moment["images, seen last"] = values * itemsize
     is_separate = config.mesh.rollout_devices or _frees_params(config)
-    kept = {} if is_separate else _count_state_bytes(config, model, mesh, "train")
-    kept["decode weights"] = _count_decode_weight_bytes(config, model, target)
+    persistent = {} if is_separate else _count_state_bytes(config, model, mesh, "train")
+    persistent["decode weights"] = _count_decode_weight_bytes(config, model, target)
     if model.num_recurrent_layers:
-        kept["states of recurrent layers"] = cache.num_states * cache.row_state_bytes
+        persistent["states of recurrent layers"] = cache.num_states * cache.row_state_bytes
         decode["rows' states"] = rows * cache.row_state_bytes
     resident, searching = _count_search_bytes(config, target)
-    return _make_phase("rollout", kept | resident | searching, moments)
+    return _make_phase("rollout", persistent | resident | searching, moments)
 
 
 def _plan_weight_sync(config: ResolvedConfig, model: Architecture, target: Target) -> Phase:
@@ -559,7 +559,7 @@ def _plan_weight_sync(config: ResolvedConfig, model: Architecture, target: Targe
     itemsize = jnp.dtype(config.model.dtype).itemsize
     head = _get_extra_head_itemsize(config, model, target)
     stage = next((stage for stage in config.stages if stage != "sft"), "sft")
-    kept = _count_state_bytes(config, model, mesh, stage) | resident
+    persistent = _count_state_bytes(config, model, mesh, stage) | resident
     train_params, decode_params = (
         local_param_sizes(model, mesh),
         local_param_sizes(model, mesh, for_decode=True),
@@ -577,7 +577,7 @@ def _plan_weight_sync(config: ResolvedConfig, model: Architecture, target: Targe
         moment = {"decode weights of one parameter": max(decode_sizes.values())}
     else:
         # On a CPU, a parameter has three copies: in the page cache, as read, and as an array.
-        kept, copies, done_bytes = resident, 3 if target.platform == "cpu" else 1, 0
+        persistent, copies, done_bytes = resident, 3 if target.platform == "cpu" else 1, 0
         moment = {"decode weights so far": 0, "one parameter": 0}
         for path, (size, _) in sorted(train_params.items(), key=lambda leaf: -leaf[1][0]):
             for done_size, num_copies in (
@@ -588,7 +588,7 @@ def _plan_weight_sync(config: ResolvedConfig, model: Architecture, target: Targe
                     parameter = num_copies * 4 * size
                     moment = {"decode weights so far": done_size, "one parameter": parameter}
             done_bytes += decode_sizes[path]
-    return Phase(name=WEIGHTS_PHASE, kept=kept, moments={"handing over": moment})
+    return Phase(name=WEIGHTS_PHASE, persistent=persistent, moments={"handing over": moment})
 
 
 def _plan_checkpoint(
@@ -597,12 +597,12 @@ def _plan_checkpoint(
     """Estimate the memory of saving on a CPU, where arrays are copied before writing."""
     state = _count_state_bytes(config, model, make_target_mesh(config, model, target), stage)
     saved = sum(size for name, size in state.items() if name != "frozen weights")
-    kept = state | _count_search_bytes(config, target)[0]
+    persistent = state | _count_search_bytes(config, target)[0]
     is_last = 0 < config.num_steps <= config.checkpoint.every_steps  # sampling is over
     if stage == "train" and not config.mesh.rollout_devices and not is_last:
-        kept["decode weights"] = _count_decode_weight_bytes(config, model, target)
+        persistent["decode weights"] = _count_decode_weight_bytes(config, model, target)
     moments = {"saving": {"copies to be written": saved}}
-    return Phase(name=f"{stage} checkpoint", kept=kept, moments=moments)
+    return Phase(name=f"{stage} checkpoint", persistent=persistent, moments=moments)
 
 
 def _add_process_memory(
@@ -622,13 +622,15 @@ def _add_process_memory(
     if phase.name.endswith(("update", "rollout")):
         moments = moments | {"compiling": {"compiler": compiler // target.num_local}}
     return replace(
-        phase, kept={"process": process // target.num_local} | phase.kept, moments=moments
+        phase,
+        persistent={"process": process // target.num_local} | phase.persistent,
+        moments=moments,
     )
 
 
 def _make_phase(
     name: str,
-    kept: dict[str, int],
+    persistent: dict[str, int],
     moments: dict[str, dict[str, int]],
     resident: dict[str, int] | None = None,
 ) -> Phase:
@@ -637,7 +639,9 @@ def _make_phase(
         margin = {"margin": int(MARGIN * sum(terms.values()))}
         all_terms = (resident or {}) | terms | margin
         moments[moment] = {term: size for term, size in all_terms.items() if size}
-    return Phase(name=name, kept={k: size for k, size in kept.items() if size}, moments=moments)
+    return Phase(
+        name=name, persistent={k: size for k, size in persistent.items() if size}, moments=moments
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Config keys of the `python` tool."""
+"""Config keys for the `python` tool."""
 
 from jaxrl.config.keys import Key
 

@@ -144,7 +144,7 @@ def is_repetitive(ids: np.ndarray) -> bool:
 
 
 def find_duplicates(group: Group) -> list[bool]:
-    """Return True for each scored trajectory whose sampled ids another in its group repeats."""
+    """Return True for each scored trajectory with the same sampled ids as another in its group."""
     texts = list(map(_get_sampled_bytes, group.scored_trajectories))
     return [texts.count(text) > 1 for text in texts]
 
@@ -178,7 +178,7 @@ def find_duplicate_pairs(groups: Sequence[Group]) -> dict[str, float]:
     to the likelihood of the response.
 
     Returns:
-        Sum of the log-likelihoods of these responses over groups, in nats, by `i-j`.
+        Sum of the log-likelihoods of these responses over groups, in nats, keyed by `i-j`.
     """
     group_pairs: list[dict[str, float]] = []
     for group in groups:

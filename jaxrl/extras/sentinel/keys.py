@@ -1,4 +1,4 @@
-"""Config keys of the sentinel."""
+"""Config keys for the sentinel."""
 
 from jaxrl.config.keys import FREE, Key
 

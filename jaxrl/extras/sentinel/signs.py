@@ -145,7 +145,7 @@ class History:
         """
         self.past, self.now, self.number, self.best = past, now, number, best
 
-    def get_recent(self, name: str, last: int = BASELINE_STEPS) -> list[float]:
+    def get_recent_values(self, name: str, last: int = BASELINE_STEPS) -> list[float]:
         """Return up to `last` values of a statistic before this step, oldest first."""
         return _get_values(name, self.past)[-last:]
 
@@ -154,7 +154,7 @@ class History:
         values = _get_values(name, [*self.past[1 - RECENT :], self.now])
         return sum(values) / len(values) if len(values) == RECENT else None
 
-    def get_earlier(self, name: str) -> list[float]:
+    def get_baseline_values(self, name: str) -> list[float]:
         """Return the values of a statistic before the last `RECENT` steps, oldest first."""
         return _get_values(name, self.past[: max(len(self.past) - RECENT + 1, 0)])
 
@@ -215,7 +215,7 @@ def detect_uneven_advantages(now: StepStats, method: Method) -> RuleResult:
 
 def detect_skipped_updates(history: History) -> RuleResult:
     """Detect updates that were skipped because the gradient was not finite."""
-    earlier = [*history.get_recent("skipped", 1), 0.0][0]
+    earlier = [*history.get_recent_values("skipped", 1), 0.0][0]
     skipped = (history.now["skipped"] or 0.0) - earlier
     if skipped <= 0:
         return None
@@ -228,7 +228,7 @@ def detect_skipped_updates(history: History) -> RuleResult:
 
 def detect_sampler_mismatch(history: History, limit: float, *, has_lag: bool) -> RuleResult:
     """Detect a gap between sampler and trainer logprobs that is too large or has grown."""
-    now, prior = history.now["gap"], history.get_earlier("gap")[-20:]
+    now, prior = history.now["gap"], history.get_baseline_values("gap")[-20:]
     if now is None:
         return None
     has_grown = len(prior) >= MIN_PRIOR and now > 10 * max(prior) and now > ROUNDING_GAP
@@ -259,13 +259,16 @@ def detect_sampler_mismatch(history: History, limit: float, *, has_lag: bool) ->
 
 
 def describe_gap(gap: float) -> str:
-    """Return the label of a mean gap in nats per token."""
+    """Return a label for a mean sampler-trainer gap in nats per token."""
     return next(name for limit, name in GAP_LABELS if gap < limit)
 
 
 def detect_gradient_explosion(history: History) -> RuleResult:
     """Detect a gradient norm far above the largest recent norm."""
-    now, prior = history.now["gradient"], [x for x in history.get_recent("gradient", 20) if x > 0]
+    now, prior = (
+        history.now["gradient"],
+        [x for x in history.get_recent_values("gradient", 20) if x > 0],
+    )
     if now is None or len(prior) < MIN_PRIOR or now <= MAX_GROWTH * max(prior):
         return None
     return "gradient_exploded", (
@@ -278,7 +281,7 @@ def detect_gradient_explosion(history: History) -> RuleResult:
 
 def detect_large_update(history: History) -> RuleResult:
     """Detect a batch of updates that moved the policy too far."""
-    now, prior = history.now["moved"], [abs(x) for x in history.get_recent("moved", 20)]
+    now, prior = history.now["moved"], [abs(x) for x in history.get_recent_values("moved", 20)]
     if now is None or len(prior) < MIN_PRIOR or abs(now) < 0.1 or abs(now) < 10 * median(prior):
         return None
     return "update_too_large", (
@@ -303,7 +306,7 @@ def detect_constant_rewards(now: StepStats) -> RuleResult:
 
 def detect_sudden_success(history: History) -> RuleResult:
     """Detect a sudden jump to 100% correct answers that chance does not explain."""
-    prior, now = history.get_earlier("correct")[-10:], history.now
+    prior, now = history.get_baseline_values("correct")[-10:], history.now
     if len(prior) < MIN_PRIOR or now["correct"] != 1.0 or now["num"] < 8:
         return None
     max_accuracy = max(prior)
@@ -336,10 +339,10 @@ def detect_lenient_judge(history: History) -> RuleResult:
 
 def detect_search_change(history: History) -> RuleResult:
     """Detect a sharp drop in searches that find the answer, at a similar call rate."""
-    share, prior = history.compute_recent_mean("found"), history.get_earlier("found")
+    share, prior = history.compute_recent_mean("found"), history.get_baseline_values("found")
     searching, call_rates = (
         history.compute_recent_mean("searching"),
-        history.get_earlier("searching"),
+        history.get_baseline_values("searching"),
     )
     if share is None or searching is None or len(prior) < MIN_PRIOR:
         return None
@@ -383,7 +386,7 @@ def detect_reward_drop(history: History, min_drop: float) -> RuleResult:
 def detect_entropy_change(history: History, share: float) -> RuleResult:
     """Detect identical samples while answers are wrong, or an unusually low or high entropy."""
     now = history.now
-    entropy, prior = now["entropy"], history.get_earlier("entropy")
+    entropy, prior = now["entropy"], history.get_baseline_values("entropy")
     if entropy is None:
         return None
     is_alike = (now["alike"] or 0.0) >= max(share, 0.9) and (now["signal"] or 0.0) <= 0.1
@@ -414,7 +417,10 @@ def detect_entropy_change(history: History, share: float) -> RuleResult:
 
 def detect_likelihood_drop(history: History) -> RuleResult:
     """Detect a drop in the likelihood of responses with a positive advantage."""
-    now, prior = history.compute_recent_mean("likelihood"), history.get_earlier("likelihood")
+    now, prior = (
+        history.compute_recent_mean("likelihood"),
+        history.get_baseline_values("likelihood"),
+    )
     if now is None or len(prior) < MIN_PRIOR:
         return None
     typical = median(prior)
@@ -450,7 +456,7 @@ _SHARE_SIGNS = {
 
 def detect_share_increase(history: History, name: str, share: float) -> RuleResult:
     """Detect a rise in the statistic `name`, a fraction of bad responses."""
-    now, prior = history.now[name], history.get_earlier(name)
+    now, prior = history.now[name], history.get_baseline_values(name)
     if now is None or len(prior) < MIN_PRIOR or now < share:
         return None
     typical = median(prior)
@@ -463,7 +469,7 @@ def detect_share_increase(history: History, name: str, share: float) -> RuleResu
 
 def detect_length_change(history: History) -> RuleResult:
     """Detect a mean response length above 3 times or below 1/3 of the typical length."""
-    now, prior = history.compute_recent_mean("length"), history.get_earlier("length")
+    now, prior = history.compute_recent_mean("length"), history.get_baseline_values("length")
     if now is None or len(prior) < MIN_PRIOR:
         return None
     typical = median(prior[-20:])

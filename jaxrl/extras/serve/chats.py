@@ -42,8 +42,8 @@ class ToolCall:
     arguments: Any
     id: str = ""
 
-    def to_template(self) -> dict[str, Any]:
-        """Convert the call for the chat template."""
+    def to_template_call(self) -> dict[str, Any]:
+        """Convert the call to the chat template's format."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"type": "function", "function": function, **({"id": self.id} if self.id else {})}
 
@@ -78,9 +78,9 @@ class ChatMessage:
             return json.dumps([self.role, text, calls, extra], sort_keys=True)
         return json.dumps([self.role, self.content, extra], sort_keys=True)
 
-    def to_template(self) -> dict[str, Any]:
-        """Convert the message for the chat template."""
-        calls = [call.to_template() for call in self.calls]
+    def to_template_message(self) -> dict[str, Any]:
+        """Convert the message to the chat template's format."""
+        calls = [call.to_template_call() for call in self.calls]
         fields = {**self.extra, **({"tool_calls": calls} if calls else {})}
         return {"role": self.role, "content": self.content, **fields}
 
@@ -190,7 +190,7 @@ class ChatHistory:
                 too long.
         """
         self._check_length(messages, tools)
-        chat = [message.to_template() for message in messages]
+        chat = [message.to_template_message() for message in messages]
         try:
             check_result_order(chat)
             if tools:
@@ -253,7 +253,7 @@ class ChatHistory:
         chat or does not end its assistant message with an end-of-sequence id.
         """
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
-        chat += [message.to_template() for message in new_messages]
+        chat += [message.to_template_message() for message in new_messages]
         try:
             ids = self._tokenizer.render_prompt(chat, tools, num_skipped=2)
         except ValueError:

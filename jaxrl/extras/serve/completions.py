@@ -24,7 +24,7 @@ from jaxrl.extras.serve.schemas import (
     GenerateBody,
     make_unsupported_error,
     parse_body,
-    reject_unsupported,
+    reject_unsupported_fields,
 )
 from jaxrl.extras.serve.worker import CompletionRequest, OutputChunk
 
@@ -36,7 +36,7 @@ def parse_chat_request(data: bytes, session: str, model: ServedModel) -> Complet
         RequestError: The request is invalid or not supported.
     """
     body = parse_body(data, ChatBody)
-    reject_unsupported(body.model_extra)
+    reject_unsupported_fields(body.model_extra)
     # Prompts always keep a session's sampled tokens, as preserve_thinking=True requests.
     expected = {**model.tokenizer.template_arguments, "preserve_thinking": True}
     for name, value in body.chat_template_kwargs.items():
@@ -190,8 +190,8 @@ def parse_generate_request(data: bytes, session: str, model: ServedModel) -> Com
         RequestError: The request is invalid or not supported.
     """
     body = parse_body(data, GenerateBody)
-    reject_unsupported(body.model_extra)
-    reject_unsupported(body.sampling_params.model_extra, "sampling_params.")
+    reject_unsupported_fields(body.model_extra)
+    reject_unsupported_fields(body.sampling_params.model_extra, "sampling_params.")
     return build_request(model, body.token_ids, body.sampling_params, body)
 
 

@@ -53,7 +53,7 @@ class ServedEngine(Engine):
 
     def finish(self, request: int) -> None:
         """Free the pages of a stopped or running request."""
-        self._discard_in_flight(request)
+        self._discard_in_flight_samples(request)
         super().finish(request)
         del self._params[request]
 
@@ -68,7 +68,7 @@ class ServedEngine(Engine):
 
     def truncate(self, request: int, token_ids: Sequence[int]) -> None:
         """Stop a request and truncate its cache to `token_ids`, a prefix of all its ids."""
-        self._discard_in_flight(request)
+        self._discard_in_flight_samples(request)
         row = self._rows[request]
         row.length, row.pending, row.is_waiting = len(token_ids) - 1, token_ids[-1], True
 
@@ -80,7 +80,7 @@ class ServedEngine(Engine):
         row = self._rows[request]
         return not self.num_states or (row.in_flight == 0 and row.length + 1 == num_tokens)
 
-    def _discard_in_flight(self, request: int) -> None:
+    def _discard_in_flight_samples(self, request: int) -> None:
         """Ignore samples for a request from chunks that are in flight."""
         for chunk in self._in_flight:
             chunk.rows[:] = [item for item in chunk.rows if item[0] != request]
@@ -158,7 +158,7 @@ class ServedEngine(Engine):
         )
         if has_swapped_out and shard.next_to_swap_in() is None:
             return True
-        has_row = sum(row.may_run for row in shard.resident) < self._rows_per_shard
+        has_row = sum(row.may_run for row in shard.resident_rows) < self._rows_per_shard
         return bool(self._queue) and has_row and self._select_shard() is None
 
     def _set_sampling_params(

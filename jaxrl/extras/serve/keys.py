@@ -1,4 +1,4 @@
-"""Config keys of agents: programs that call the model over HTTP."""
+"""Config keys for agents: programs that call the model over HTTP."""
 
 from jaxrl.config.keys import FREE, Key
 

@@ -15,7 +15,12 @@ from jaxrl.extras.serve.generation import (
     ServedModel,
     build_request,
 )
-from jaxrl.extras.serve.schemas import CountTokensBody, MessagesBody, parse_body, reject_unsupported
+from jaxrl.extras.serve.schemas import (
+    CountTokensBody,
+    MessagesBody,
+    parse_body,
+    reject_unsupported_fields,
+)
 from jaxrl.extras.serve.worker import STOP, CompletionRequest
 
 
@@ -28,7 +33,7 @@ def parse_messages_request(
         RequestError: The request is invalid or not supported.
     """
     body = parse_body(data, body_type)
-    reject_unsupported(body.model_extra)
+    reject_unsupported_fields(body.model_extra)
     prompt_ids = model.history.build_prompt(session, body.build_chat(), body.get_template_tools())
     return build_request(model, prompt_ids, body, body)
 

@@ -136,7 +136,7 @@ def make_unsupported_error(param: str, value: Any, expected: str = "nothing") ->
     return RequestError(400, message, param=param, code="unsupported_parameter")
 
 
-def reject_unsupported(fields: Mapping[str, Any] | None, prefix: str = "") -> None:
+def reject_unsupported_fields(fields: Mapping[str, Any] | None, prefix: str = "") -> None:
     """Reject unsupported fields, unless their value has no effect.
 
     Args:
@@ -376,7 +376,7 @@ class ClientTool(Body):
     description: str = ""
     input_schema: dict[str, Any] = {}
 
-    def to_template(self) -> dict[str, Any]:
+    def to_template_tool(self) -> dict[str, Any]:
         """Convert the tool to OpenAI's format."""
         function = {
             "name": self.name,
@@ -417,7 +417,7 @@ class CountTokensBody(ReplyFields):
     def get_template_tools(self) -> Sequence[Any]:
         """Return the tools for the chat template, or none if tool calls are disabled."""
         is_off = self.tool_choice.type == "none"
-        return [] if is_off else [tool.to_template() for tool in self.tools]
+        return [] if is_off else [tool.to_template_tool() for tool in self.tools]
 
 
 class MessagesBody(CountTokensBody):

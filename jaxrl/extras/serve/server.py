@@ -282,7 +282,7 @@ class Endpoint:
                     keys, is_retry=is_retry, is_recorded=session is not None
                 )
                 if completion is None:
-                    completion = await self._prepare(parse, data, name, session)
+                    completion = await self._create_completion(parse, data, name, session)
                 stack.enter_context(self._cache.attach_reader(completion, keys))
             has_stream = completion.request.body.stream
             try:
@@ -306,7 +306,7 @@ class Endpoint:
             if has_stream:
                 await send({"type": "http.response.body", "body": b""})
 
-    async def _prepare(
+    async def _create_completion(
         self, parse: Callable[..., Any], data: bytes, name: str, session: AgentSession | None
     ) -> Completion:
         if len(data) > MAX_INLINE_BODY:

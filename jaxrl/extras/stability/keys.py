@@ -1,4 +1,4 @@
-"""Config keys of the losses, loss terms and masks in this folder."""
+"""Config keys for the losses, loss terms and masks in this folder."""
 
 from jaxrl.config.keys import TRAINING, Key, Rule
 

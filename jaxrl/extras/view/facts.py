@@ -19,7 +19,7 @@ from jaxrl.utils.json_io import to_finite_float
 STAGE_LABELS = {"sft": "warm start", "train": "reinforcement learning", "evaluate": "evaluation"}
 
 COUNTS = ("num_questions", "unscored_questions", "environment_errors")
-"""Measures of an evaluation that are counts instead of means."""
+"""Metrics of an evaluation that are counts instead of means."""
 
 TIMINGS = {
     "compiling": "timing_s/compile",
@@ -172,10 +172,10 @@ def list_suites(run: RunReader) -> list[str]:
 
 
 def compute_scores(run: RunReader) -> list[dict[str, Any]]:
-    """Compute the means of all evaluations, by suite, data set and measure.
+    """Compute the means of all evaluations, by suite, dataset and metric.
 
     The order is reward, its parts by weight, exact match, parts without a weight, and other
-    measures. `weight` is None for measures that are not reward parts. The reward is omitted if it
+    metrics. `weight` is None for metrics that are not reward parts. The reward is omitted if it
     equals exact match.
     """
     points: dict[tuple[str, str, str], list[Point]] = {}
@@ -191,41 +191,41 @@ def compute_scores(run: RunReader) -> list[dict[str, Any]]:
                 values = {name: to_finite_float(mean) for name, mean in as_dict(means).items()}
                 if not is_exact_match_only(suite_weights):
                     values = {"reward": compute_weighted_reward(values, suite_weights), **values}
-                for measure, value in values.items():
-                    if value is None or measure in COUNTS:
+                for metric, value in values.items():
+                    if value is None or metric in COUNTS:
                         continue
                     interval: Any = evaluation.intervals
-                    for key in (suite, data_set, measure):
+                    for key in (suite, data_set, metric):
                         interval = as_dict(interval).get(key)
                     low, high = map(to_finite_float, [*as_list(interval), None, None][:2])
                     point = (evaluation.weights_step, value, low, high, evaluation.stage)
-                    points.setdefault((suite, data_set, measure), []).append(point)
+                    points.setdefault((suite, data_set, metric), []).append(point)
 
     def get_sort_key(key: tuple[str, str, str]) -> tuple[bool, ...]:
-        measure = key[2]
+        metric = key[2]
         return (
-            measure != "reward",
-            not weights.get(measure),
-            measure != "exact_match",
-            measure not in weights,
+            metric != "reward",
+            not weights.get(metric),
+            metric != "exact_match",
+            metric not in weights,
         )
 
     return [
         {
             "suite": suite,
             "data_set": data_set,
-            "measure": measure,
-            "weight": weights.get(measure),
-            "points": points[suite, data_set, measure],
+            "measure": metric,
+            "weight": weights.get(metric),
+            "points": points[suite, data_set, metric],
         }
-        for suite, data_set, measure in sorted(points, key=get_sort_key)
+        for suite, data_set, metric in sorted(points, key=get_sort_key)
     ]
 
 
 def get_held_out_scores(run: RunReader) -> dict[tuple[str, str], tuple[Point | None, Point]]:
-    """Return the first and last score over all held-out questions, by measure and suite.
+    """Return the first and last score over all held-out questions, by metric and suite.
 
-    The measures are exact match, and the reward if it differs from exact match. The first score is
+    The metrics are exact match, and the reward if it differs from exact match. The first score is
     None if there is only one evaluation.
     """
     rows = [row for row in compute_scores(run) if row["data_set"] == "all"]
@@ -388,7 +388,7 @@ def compare_runs(runs: Sequence[RunReader], groups: Sequence[dict[str, Any]]) ->
     results = [get_held_out_scores(run) for run in runs]
     names = list(dict.fromkeys(name for result in results for name in result))
     labels = [
-        f"{measure.replace('_', ' ')}, {SUITE_LABELS.get(suite, suite)}" for measure, suite in names
+        f"{metric.replace('_', ' ')}, {SUITE_LABELS.get(suite, suite)}" for metric, suite in names
     ]
     rows = []
     for number, group in enumerate(groups):

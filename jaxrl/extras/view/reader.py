@@ -98,8 +98,8 @@ class Evaluation:
         stage: Stage of the evaluation.
         step: Global step of the evaluation.
         weights_step: Global step of the evaluated weights.
-        summary: Means by suite, data set and measure.
-        intervals: 95% intervals by suite, data set and measure.
+        summary: Means by suite, dataset and metric.
+        intervals: 95% intervals by suite, dataset and metric.
         weights: Reward weights by suite and reward part.
         answers: One row per sample, by suite, in file order.
     """

@@ -103,7 +103,7 @@ class TrajectoryIndex:
         return self.folder / f"step_{step:06d}.jsonl"
 
     def _list_files(self) -> dict[int, Identity]:
-        """Return the identity of each regular file, by step."""
+        """Return the identity of each regular file, keyed by step."""
         files = {}
         for path in self.folder.glob("step_*.jsonl"):
             match = _FILE.fullmatch(path.name)

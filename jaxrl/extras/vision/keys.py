@@ -1,4 +1,4 @@
-"""Config keys of images."""
+"""Config keys for image preprocessing."""
 
 from jaxrl.config.keys import FREE, Key, Rule
 

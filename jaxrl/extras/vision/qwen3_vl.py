@@ -44,7 +44,7 @@ from jaxrl.extras.vision.tower import (
     attend_segments,
     make_biased_linear_axes,
     make_linear_hf_names,
-    raise_unsupported,
+    reject_unsupported_features,
 )
 from jaxrl.models.architecture import MemoryTerms
 from jaxrl.models.attachments import PatchBatch
@@ -107,7 +107,7 @@ class Qwen3Vision(VisionTower):
         count = read_positive_int(vision_fields, "num_position_embeddings", source)
         side, deep = round(count**0.5), vision_fields["deepstack_visual_indexes"]
         layers = set(range(common["num_layers"]))
-        raise_unsupported(
+        reject_unsupported_features(
             {
                 f"num_position_embeddings {count} (not a square)": side**2 != count,
                 f"deepstack_visual_indexes {deep!r:.80} with {len(layers)} layers": not deep

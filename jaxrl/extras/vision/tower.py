@@ -129,7 +129,7 @@ class VisionTower(Tower):
             "temporal_patch": read_size("temporal_patch_size"),
             "merge": read_size("spatial_merge_size"),
         }
-        raise_unsupported(
+        reject_unsupported_features(
             {
                 f"rope_theta {theta!r:.80}": type(theta) not in (int, float) or theta <= 1,
                 f"hidden_act {act!r:.80}": act != cls.activation,
@@ -305,7 +305,7 @@ class VisionTower(Tower):
         """Return the axis names of each parameter."""
 
 
-def raise_unsupported(problems: dict[str, bool], source: str) -> None:
+def reject_unsupported_features(problems: dict[str, bool], source: str) -> None:
     """Raise a ValueError for the first unsupported feature of a `vision_config`."""
     for feature, is_present in problems.items():
         if is_present:

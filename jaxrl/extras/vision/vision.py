@@ -40,7 +40,7 @@ from jaxrl.extras.vision.tower import (
     make_biased_linear_axes,
     make_linear_hf_names,
     masked_attention,
-    raise_unsupported,
+    reject_unsupported_features,
 )
 from jaxrl.models.architecture import MemoryTerms
 from jaxrl.models.attachments import PatchBatch
@@ -91,7 +91,7 @@ class QwenVision(VisionTower):
         merge, patch = common["merge"], common["patch"]
         window = read_positive_int(vision_fields, "window_size", source) // merge // patch * merge
         full = vision_fields["fullatt_block_indexes"]
-        raise_unsupported(
+        reject_unsupported_features(
             {
                 f"window_size {vision_fields.get('window_size')!r:.80}": window < 1,
                 f"fullatt_block_indexes {full!r:.80}": not isinstance(full, list),
@@ -122,7 +122,7 @@ class QwenVision(VisionTower):
         )
 
     def num_scores(self, num_patches: int) -> int:
-        """Return the larger of the numbers of attention scores in full and windowed layers."""
+        """Return the larger number of attention scores: that of a full or of a windowed layer."""
         block_scores = min(num_patches, QUERY_BLOCK) * num_patches
         return self.num_heads * max(block_scores, 3 * self.window**2 * num_patches)
 
@@ -274,7 +274,7 @@ def attend_windows(
         x = jnp.pad(x, pad + [(0, 0)] * (x.ndim - 2), constant_values=fill)
         return x.reshape(S, -1, block_size, *x.shape[2:])
 
-    def add_neighbors(x: jax.Array, fill: int = 0) -> jax.Array:
+    def concat_neighbors(x: jax.Array, fill: int = 0) -> jax.Array:
         x = split_blocks(x, 1, fill)
         return jnp.concatenate([x[:, :-2], x[:, 1:-1], x[:, 2:]], axis=2)
 
@@ -284,9 +284,9 @@ def attend_windows(
     # Padding has a separate id and attends to itself, so that no softmax is empty.
     queries, query_ids = merge_blocks(split_blocks(q, 0, 0)), merge_blocks(split_blocks(ids, 0, -1))
     keys, values, key_ids = (
-        merge_blocks(add_neighbors(k)),
-        merge_blocks(add_neighbors(v)),
-        merge_blocks(add_neighbors(ids, -1)),
+        merge_blocks(concat_neighbors(k)),
+        merge_blocks(concat_neighbors(v)),
+        merge_blocks(concat_neighbors(ids, -1)),
     )
     out = masked_attention(queries, keys, values, query_ids[:, :, None] == key_ids[:, None])
     return out.reshape(S, count * block_size, N, H)[:, :P]

@@ -24,7 +24,7 @@ from jaxrl.models.attention.reference import XLA, shift_reads
 from jaxrl.models.kernel_check import (
     SelectedKernel,
     Trial,
-    explain_excluded,
+    explain_excluded_kernels,
     select_kernel,
     supports_dtype,
 )
@@ -181,7 +181,10 @@ def resolve_kernel_name(
         if kernels and not is_narrow:
             return "xla", f"since heads of {head_dim} are too wide for {next(iter(kernels))}"
         preferred = (*_list_candidates(name, platform, head_dim, dtype), "xla")[0]
-        return preferred, f"since the devices are {platform}s{explain_excluded(kernels, dtype)}"
+        return (
+            preferred,
+            f"since the devices are {platform}s{explain_excluded_kernels(kernels, dtype)}",
+        )
     if name != "xla" and name not in kernels:
         platforms = " and ".join(f"{key}s" for key in TRAIN_KERNELS if name in TRAIN_KERNELS[key])
         problem = f"kernels are for {platforms}, but the devices are {platform}s"

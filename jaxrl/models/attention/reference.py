@@ -455,7 +455,7 @@ def merge(
     other: Float[Array, "*heads H"],
     other_lse: Float[Array, "*heads"],
 ) -> Float[Array, "*heads H"]:
-    """Combine attention outputs over two sets of keys by their log-sum-exp; float32."""
+    """Combine attention outputs over two sets of keys by their log-sum-exp, in float32."""
     highest = jnp.maximum(lse, other_lse)
     weight, other_weight = jnp.exp(lse - highest), jnp.exp(other_lse - highest)
     joined = out * weight[..., None] + other * other_weight[..., None]

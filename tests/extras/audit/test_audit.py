@@ -16,7 +16,7 @@ from jaxrl.envs.search.base import Document, EmptySearch
 from jaxrl.envs.search.bm25 import LocalSearch
 from jaxrl.envs.search_env import SearchEnv
 from jaxrl.extras.audit.__main__ import main
-from jaxrl.extras.audit.coverage import find_phrases, find_unanswerable, make_phrases
+from jaxrl.extras.audit.coverage import find_phrases, find_unanswerable_tasks, make_phrases
 from jaxrl.extras.audit.startup import RECORD_FILE
 from jaxrl.extras.audit.statistics import count_unrewarded_answers
 from tests.helpers import build
@@ -149,7 +149,7 @@ def test_answers_match_whole_words_in_one_field():
     answers = ["Beatles!", "liverpool by", "beatles formed", "pool", "北京", "京都", "a", "No"]
     tasks = [Task(id=text, question="?", answers=(text,)) for text in answers]
     tasks += [Task(id="none", question="?"), Task(id="blank", question="?", answers=(" ", "four"))]
-    flags, num_checked = find_unanswerable(tasks, documents)
+    flags, num_checked = find_unanswerable_tasks(tasks, documents)
     missing = [task.id for task, flag in zip(tasks, flags, strict=True) if flag]
     assert (missing, num_checked) == (["beatles formed", "pool", "京都"], 7)
 
@@ -167,7 +167,7 @@ def test_punctuation_without_spaces_separates_words():
     found = ["July 1899", "Did I write that?", "less than $1,000", "1980", "US", "AT&T", "didn't"]
     missing = ["July 18", "000", "S. based", "AT", "didn"]
     tasks = [Task(id=text, question="?", answers=(text,)) for text in found + missing]
-    flags, _ = find_unanswerable(tasks, documents)
+    flags, _ = find_unanswerable_tasks(tasks, documents)
     assert [task.id for task, flag in zip(tasks, flags, strict=True) if flag] == missing
 
 

@@ -28,7 +28,7 @@ def test_patches_of_a_micro_batch_and_of_what_is_read():
     # Of 2 trajectories with 50 units of 4 patches, each of 24 values in bfloat16 and 4 places; of
     # this micro-batch and of the next, however many there are.
     # Of every token 40 bytes beside them.
-    assert update.kept["batch"] == 2 * 2 * 50 * 4 * (2 * 24 + 4 * 4) + 40 * 16 * 256
+    assert update.persistent["batch"] == 2 * 2 * 50 * 4 * (2 * 24 + 4 * 4) + 40 * 16 * 256
     fewer = phases(**tools, **{"rollout.max_image_tokens": 25})["train update"].moments["images"]
     terms = update.moments["images"]
     assert terms["activations of patches"] == 2 * fewer["activations of patches"] > 0

@@ -44,13 +44,13 @@ class TestByHand:
         num_params = 28 * layer + 3584 + 2 * 152064 * 3584
         plan = memory.make_plan(large_run(), QWEN_7B, NODE)
         assert plan.num_params == num_params == 7_615_616_512
-        kept = plan.phases[0].kept
+        persistent = plan.phases[0].persistent
         # Norms and biases are whole on every device: less than a thousandth.
-        assert kept["parameters"] == pytest.approx(4 * num_params / 8, rel=1e-3)
-        assert kept["optimizer state"] == pytest.approx(8 * num_params / 8, rel=1e-3)
-        reference = train_phase(large_run(**{"kl.coef": 0.01})).kept["reference parameters"]
-        assert reference == kept["parameters"]
-        rollout = plan.phases[1].kept
+        assert persistent["parameters"] == pytest.approx(4 * num_params / 8, rel=1e-3)
+        assert persistent["optimizer state"] == pytest.approx(8 * num_params / 8, rel=1e-3)
+        reference = train_phase(large_run(**{"kl.coef": 0.01})).persistent["reference parameters"]
+        assert reference == persistent["parameters"]
+        rollout = plan.phases[1].persistent
         assert rollout["decode weights"] == 2 * num_params
         # Twice 8 of 64 rows, 28 layers, keys and values of 4 heads of 128, 2048 tokens.
         assert rollout["KV cache"] == 2 * 8 * 28 * 2 * 4 * 128 * 2048 * 2
@@ -64,12 +64,13 @@ class TestByHand:
         # A CPU has room for its rows, 128 of full length, whatever that takes.
         small = replace(NODE, platform="cpu")
         config = large_run(**{"rollout.max_num_seqs": 1024, "model.dtype": "float32"})
-        kept = memory.plan_rollout(config, QWEN_7B, small).kept
-        assert kept["KV cache"] == 128 * 28 * 2 * 4 * 128 * 2048 * 4
+        persistent = memory.plan_rollout(config, QWEN_7B, small).persistent
+        assert persistent["KV cache"] == 128 * 28 * 2 * 4 * 128 * 2048 * 4
 
     def test_the_cache_that_is_configured(self):
-        kept = memory.plan_rollout(large_run(**{"rollout.cache_gib": 2.0}), QWEN_7B, NODE).kept
-        assert 1.99 * GIB < kept["KV cache"] <= 2 * GIB
+        run = large_run(**{"rollout.cache_gib": 2.0})
+        persistent = memory.plan_rollout(run, QWEN_7B, NODE).persistent
+        assert 1.99 * GIB < persistent["KV cache"] <= 2 * GIB
         # One trajectory: 28 x 2 x 4 x 128 x 2048 values of two bytes.
         with pytest.raises(ValueError, match=r"cache_gib=0\.1 cannot hold .* 11\d\.\d\d MiB"):
             memory.plan_rollout(large_run(**{"rollout.cache_gib": 0.1}), QWEN_7B, NODE)
@@ -102,7 +103,7 @@ class TestByHand:
                 model.abstract_params(),
             )
             held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(made))
-            planned = memory.plan_rollout(config, model, target).kept["decode weights"]
+            planned = memory.plan_rollout(config, model, target).persistent["decode weights"]
             assert planned == pytest.approx(held, abs=4 * model.width)
 
     def test_an_evaluation_reads_parameters_from_disk_one_at_a_time(self):
@@ -112,7 +113,7 @@ class TestByHand:
         assert [phase.name for phase in plan.phases] == ["rollout", "weights to the sampler"]
         # The three kernels of the MLP are the largest: all are cast while the third is there.
         kernel = 28 * 3584 * 18_944
-        assert not plan.phases[1].kept
+        assert not plan.phases[1].persistent
         assert plan.phases[1].moments["handing over"] == {
             "decode weights so far": 3 * 2 * kernel,
             "one parameter": 4 * kernel,
@@ -120,7 +121,7 @@ class TestByHand:
         # After a warm start all parameters are there.
         config = config.with_values({"stages": ("sft", "evaluate"), "sft.optimizer.micro_rows": 1})
         handing = memory.make_plan(config, QWEN_7B, device).phases[-1]
-        assert handing.kept["parameters"] == 4 * plan.num_params
+        assert handing.persistent["parameters"] == 4 * plan.num_params
 
     @pytest.mark.parametrize(
         ("platform", "devices", "gradients", "tables", "logits"),
@@ -159,8 +160,8 @@ class TestByHand:
         whole = train_phase(large_run(fsdp=8, **{"optimizer.micro_rows": 8}))
         keys = {"mesh.data": 1, "mesh.context": 4, "optimizer.micro_rows": 2}
         split = train_phase(large_run(fsdp=2, **keys))
-        assert split.kept["parameters"] == whole.kept["parameters"]
-        assert split.kept["optimizer state"] == whole.kept["optimizer state"]
+        assert split.persistent["parameters"] == whole.persistent["parameters"]
+        assert split.persistent["optimizer state"] == whole.persistent["optimizer state"]
         of_whole, of_split = whole.moments["layers"], split.moments["layers"]
         for name in ("activations kept for the backward pass", "activations of a layer"):
             assert of_whole[name] == 4 * of_split[name]
@@ -250,9 +251,9 @@ def test_a_rollout_one_step_ahead_lies_beside_the_update():
     )
     sampler = memory.plan_rollout(large_run(**AHEAD), QWEN_7B, NODE)
     moment = sum(sampler.moments[sampler.moment].values())
-    more = sampler.kept["decode weights"] + sampler.kept["KV cache"] + moment
+    more = sampler.persistent["decode weights"] + sampler.persistent["KV cache"] + moment
     assert beside.peak == alone.peak + more
-    assert sampler.kept["KV cache"] > 3 * GIB
+    assert sampler.persistent["KV cache"] > 3 * GIB
 
 
 def test_devices_that_only_sample_hold_the_sampler_alone():
@@ -261,11 +262,12 @@ def test_devices_that_only_sample_hold_the_sampler_alone():
     plan = memory.make_plan(config, QWEN_7B, NODE)
     update, sampler, moved = plan.phases
     assert plan.mesh == {"data": 1, "fsdp": 6, "context": 1, "expert": 1, "tensor": 1}
-    assert "KV cache" not in update.kept
-    assert {*sampler.kept} == {"decode weights", "KV cache"}
+    assert "KV cache" not in update.persistent
+    assert {*sampler.persistent} == {"decode weights", "KV cache"}
     # A copy of all weights lies beside the state while they are handed over.
-    assert moved.moments == {"handing over": {"decode weights": sampler.kept["decode weights"]}}
-    assert moved.kept["optimizer state"] == update.kept["optimizer state"]
+    weights = {"decode weights": sampler.persistent["decode weights"]}
+    assert moved.moments == {"handing over": weights}
+    assert moved.persistent["optimizer state"] == update.persistent["optimizer state"]
 
 
 ADAPTED = {"model.lora.rank": 8, "model.lora.targets": ("q", "down"), "kl.coef": 0.01}
@@ -282,14 +284,19 @@ class TestAdapters:
     def test_by_hand(self, dtype, size):
         num = 28 * 8 * (2 * 3584 + 18944 + 3584)
         plan = self.plan(**{"model.lora.base_dtype": dtype})
-        kept = plan.phases[0].kept
+        persistent = plan.phases[0].persistent
         assert plan.num_trained == num
-        assert kept["frozen weights"] == size * plan.num_params
-        assert kept["parameters"] == kept["gradients"] == kept["reference parameters"] == 4 * num
-        assert kept["optimizer state"] == 8 * num
+        assert persistent["frozen weights"] == size * plan.num_params
+        assert (
+            persistent["parameters"]
+            == persistent["gradients"]
+            == persistent["reference parameters"]
+            == 4 * num
+        )
+        assert persistent["optimizer state"] == 8 * num
         cast = plan.phases[0].moments["layers"]["weights in the compute dtype"]
         assert cast == 2 * num + (2 * plan.num_params if size == 4 else 0)
-        rollout = plan.phases[-1].kept
+        rollout = plan.phases[-1].persistent
         assert rollout["decode weights"] == cast  # what is in its dtype is read where it is
 
     def test_int8_and_merged(self):
@@ -297,10 +304,10 @@ class TestAdapters:
         outputs = 2 * 3584 + 2 * 512 + 2 * 18944 + 3584
         int8 = self.plan(**{"model.lora.base_dtype": "int8"})
         others = int8.num_params - 28 * layer
-        kept = int8.phases[0].kept
-        assert kept["frozen weights"] == 28 * (layer + 4 * outputs) + 2 * others
+        persistent = int8.phases[0].persistent
+        assert persistent["frozen weights"] == 28 * (layer + 4 * outputs) + 2 * others
         merged = self.plan(**{"model.lora.base_dtype": "bfloat16", "model.lora.sampler": "merged"})
-        weights = merged.phases[-1].kept["decode weights"]
+        weights = merged.phases[-1].persistent["decode weights"]
         assert weights == 2 * 28 * (3584 * 3584 + 18944 * 3584)
 
     @pytest.mark.slow(instead="extras/plan/test_memory.py::TestAdapters::test_by_hand")
