@@ -31,6 +31,7 @@ from jaxrl.builders.method import build_method, build_optimizer_settings, comput
 from jaxrl.builders.method import build_policy_architecture as architecture_of
 from jaxrl.builders.resolved import ResolvedConfig, resolve_names
 from jaxrl.config import default_config
+from jaxrl.extras.delta_net.qwen3_5 import Qwen35Config
 from jaxrl.extras.plan import advice, memory
 from jaxrl.models.attention.choice import select_kernels
 from jaxrl.models.output import LOGIT_CAPACITIES
@@ -89,6 +90,24 @@ MODELS = {
 }
 
 
+def qwen3_5(dense: QwenConfig, **sizes: int) -> Qwen35Config:
+    """Return a Qwen3.5 with three delta nets before each layer with attention."""
+    return Qwen35Config(
+        **vars(dense),
+        attention_layers=tuple(range(3, dense.num_layers, 4)),
+        rotary_fraction=0.25,
+        conv_width=4,
+        **sizes,
+    )
+
+
+MODELS["hybrid-tiny"] = qwen3_5(
+    MODELS["tiny"], num_key_heads=4, num_value_heads=8, key_dim=32, value_dim=32
+)
+MODELS["hybrid-0.8b"] = qwen3_5(
+    dataclasses.replace(qwen3(248_320, 1024, 3584, 24, 8), num_kv_heads=2, head_dim=256),
+    **{"num_key_heads": 16, "num_value_heads": 16, "key_dim": 128, "value_dim": 128},
+)
 MIXTURE = Path(__file__).parents[1] / "configs/models/qwen3-30b-a3b"
 MODELS["30b-a3b"] = read_architecture(MIXTURE)
 MODELS["4b"] = read_architecture(MIXTURE.with_name("qwen3-4b"))
@@ -226,7 +245,8 @@ def sampler_programs(
     num_pages = shards * memory.count_cache_pages(config, model, target)
     by_row, by_page = sharding.piece_sharding(mesh), sharding.cache_sharding(mesh)
     whole = sharding.replicated_sharding(mesh)
-    cache = jax.eval_shape(lambda: sampler.empty_cache(num_pages, kernels.page_tokens))
+    num_states = shards * memory._get_cache_sizes(config, model, target).num_states
+    cache = jax.eval_shape(lambda: sampler.empty_cache(num_pages, kernels.page_tokens, num_states))
     cache = like(cache, jax.tree.map(lambda _: by_page, cache))
     state = jax.eval_shape(sampler.empty_state)
     last = like(state, jax.tree.map(lambda _: by_row, state))
@@ -342,7 +362,8 @@ def planned_bytes(
     if part in ("update", "score"):  # scoring needs less than an update
         return memory.plan_update(config, model, target, "train").peak
     rollout = memory.plan_rollout(config, model, target)
-    held = sum(rollout.kept[name] for name in ("decode weights", "KV cache"))
+    names = ("decode weights", "KV cache", "states of recurrent layers")
+    held = sum(rollout.kept.get(name, 0) for name in names)
     return held + sum(rollout.moments[part].values())
 
 
@@ -397,6 +418,8 @@ def _cut(model: Any, num_layers: int) -> Any:
     changes: dict[str, Any] = {"num_layers": num_layers}
     if model.num_experts:
         changes["expert_layers"] = tuple(i for i in model.expert_layers if i < num_layers)
+    if model.num_recurrent_layers:
+        changes["attention_layers"] = tuple(i for i in model.attention_layers if i < num_layers)
     return dataclasses.replace(model, **changes)
 
 

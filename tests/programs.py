@@ -115,18 +115,21 @@ def make_sampler_inputs(
     make: Callable[..., Any] = shape,
 ) -> tuple[DecodeRows, PrefillBlocks, StopTables]:
     """Return abstract rows to decode, blocks to prefill, and stop tables."""
+    has_states = sampler.architecture.num_recurrent_layers > 0
     state = jax.tree.map(lambda x: make(x.shape, x.dtype), jax.eval_shape(sampler.empty_state))
     rows = DecodeRows(
         source=make((num_rows,)),
         state=state,
         tables=make((num_rows, num_pages)),
         keys=make((num_rows, 2), jnp.uint32),
+        state_slots=make((num_rows,)) if has_states else None,
     )
     blocks = PrefillBlocks(
         token_ids=make((num_blocks, sampler.block_tokens)),
         start=make((num_blocks,)),
         counts=make((num_blocks,)),
         tables=make((num_blocks, num_pages)),
+        state_slots=make((num_blocks,)) if has_states else None,
     )
     stops = StopTables(
         next_state=make((num_stop_states, vocab_size), jnp.int8),

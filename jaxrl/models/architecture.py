@@ -248,6 +248,10 @@ class Architecture(ABC):
         """Return the prefixes of HF tensors outside the model that an export copies unchanged."""
         return ()
 
+    def hf_module_prefixes(self) -> dict[str, str]:
+        """Return the prefixes of modules in transformers, by prefix in `hf_names`."""
+        return {canonical: prefix for prefix, canonical in self.hf_prefix_map().items()}
+
     def hf_tied_names(self) -> dict[str, str]:
         """Return HF tensors that are redundant in some folders, mapped to their originals."""
         return {}

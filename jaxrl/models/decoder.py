@@ -20,6 +20,7 @@ Two passes share the same block. `hidden_states` computes packed rows with `weig
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -123,11 +124,12 @@ def parse_common_fields(fields: dict[str, Any], *, source: str = "config.json") 
     rope = _get_rope_fields(fields)
     theta, kind = rope["rope_theta"], ROPE_SCALINGS.get(rope["rope_type"])
     if (
-        not head_dim
+        head_dim < 1
         or head_dim % 2
+        or num_kv_heads < 1
         or num_heads % num_kv_heads
         or type(theta) not in (int, float)
-        or theta <= 1
+        or not 1 < theta < math.inf
     ):
         raise ValueError(
             f"{source}: 'head_dim' is {head_dim}, 'num_attention_heads' {num_heads}, "

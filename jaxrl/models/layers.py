@@ -38,7 +38,10 @@ CachedAttend = Callable[..., tuple[jax.Array, Any]]
 """Function of a layer's index in the cache, the cache, the read-only past and the arguments of
 `Attend`. Returns the outputs, and the cache with the layer's new keys and values."""
 
-SAVED_NAMES = ("q", "k", "v", "attended", "lse", "o", "router", "gate", "up")
+SAVED_NAMES = (
+    *("q", "k", "v", "qkv", "beta", "attended", "lse", "o"),
+    *("router", "gate", "up"),
+)
 """Values that the remat mode `names` saves, by their `jax.ad_checkpoint.checkpoint_name`.
 
 Architectures name matmul outputs before norms and rotary embeddings; attention names its output and

@@ -95,11 +95,6 @@ class Model:
         self.logits_chunk_tokens = logits_chunk_tokens
         self.trained, self.frozen = architecture.param_specs(frozen)
         self._layered_entries = get_layered_entries(architecture)
-        if architecture.num_recurrent_layers and self.num_pieces > 1:
-            raise ValueError(
-                f"config.mesh.{CONTEXT_AXIS}={self.num_pieces} splits sequences, but the model has "
-                "recurrent layers, which compute them in order; set it to 1."
-            )
         tables = self.trained.abstract_params().keys() - self._layered_entries
         self._trains_tables = bool(tables)
 

@@ -51,6 +51,7 @@ class WrappedArchitecture(Architecture):
     hf_config: Any = _delegate("hf_config")
     hf_names: Any = _delegate("hf_names")
     hf_prefix_map: Any = _delegate("hf_prefix_map")
+    hf_module_prefixes: Any = _delegate("hf_module_prefixes")
     hf_copied_prefixes: Any = _delegate("hf_copied_prefixes")
     hf_tied_names: Any = _delegate("hf_tied_names")
     hf_fused_tensors: Any = _delegate("hf_fused_tensors")

@@ -199,8 +199,15 @@ def check_even_split(mesh: Mesh, config: Architecture) -> None:
     """Check that the mesh splits the model's experts and heads evenly.
 
     Raises:
-        ValueError: A mesh axis does not divide them evenly. The message names the axis.
+        ValueError: A mesh axis does not divide them evenly, or splits the sequences of a model with
+            recurrent layers. The message names the axis.
     """
+    pieces = mesh.shape[CONTEXT_AXIS]
+    if config.state_specs and pieces > 1:
+        raise ValueError(
+            f"config.mesh.{CONTEXT_AXIS}={pieces} splits sequences, but the model has recurrent "
+            "layers, which compute them in order; set it to 1."
+        )
     counts = [
         ("expert", config.num_experts, "experts"),
         ("tensor", config.num_kv_heads, "key-value heads"),

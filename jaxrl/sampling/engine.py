@@ -222,6 +222,10 @@ class Engine:
         self.num_states = 0
         if architecture.num_recurrent_layers:
             self.num_states = num_states or 2 * self._rows_per_shard
+            if self.num_states < 2:
+                raise ValueError(
+                    f"num_states is {num_states}; expected at least 2, for a row and its prompt."
+                )
 
         # Programs and weights, which depend only on the settings.
         self.programs = Programs(

@@ -4,6 +4,7 @@ import itertools
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -181,7 +182,7 @@ def test_more_meshes_compute_what_one_device_does(name):
 
 
 def test_an_expert_axis_that_does_not_divide_the_experts_is_refused():
-    model = SimpleNamespace(num_experts=6, num_kv_heads=2)
+    model = replace(TINY_MOE, num_experts=6)
     sharding.check_even_split(abstract_mesh(1, 1, 1, expert=3), model)
     with pytest.raises(ValueError, match=r"mesh\.expert=4 does not divide the model's 6 experts"):
         sharding.check_even_split(abstract_mesh(1, 1, 1, expert=4), model)

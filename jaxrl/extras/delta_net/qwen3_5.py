@@ -122,6 +122,7 @@ class Qwen35Config(QwenConfig):
         key_dim: Size of a key head, K.
         value_dim: Size of a value head, V.
         conv_width: Number of tokens in the window of the convolution, W.
+        has_tower: True for the checkpoint of a model with a vision tower, which is not used.
     """
 
     attention_layers: tuple[int, ...]
@@ -131,6 +132,7 @@ class Qwen35Config(QwenConfig):
     key_dim: int
     value_dim: int
     conv_width: int
+    has_tower: bool = False
     recurrent_entry: str = "delta"
 
     @classmethod
@@ -152,6 +154,8 @@ class Qwen35Config(QwenConfig):
                 raise ValueError(f"{source} lacks the field 'text_config', an object.")
             tied = fields.get("tie_word_embeddings", text.get("tie_word_embeddings"))
             fields = {**text, "tie_word_embeddings": tied}
+        if fields.get("full_attention_interval") is not None:
+            read_positive_int(fields, "full_attention_interval", source)
         fields = drop_nulls(fill_hf_defaults(fields, "qwen3_5_text", source=source))
 
         # The decoder is Qwen3's, but for rotary embeddings of part of a head.
@@ -169,8 +173,8 @@ class Qwen35Config(QwenConfig):
             {**fields, rope_name: rope or None, "layer_types": None, "model_type": "qwen3"},
             source=source,
         )
-        is_number = type(fraction) in (int, float)
-        rotary_dim = int(dense.head_dim * fraction) if is_number else 0
+        is_fraction = type(fraction) in (int, float) and 0 < fraction <= 1
+        rotary_dim = int(dense.head_dim * fraction) if is_fraction else 0
         num_key_heads, num_value_heads, key_dim, value_dim, conv_width = (
             read_positive_int(fields, f"linear_{name}", source)
             for name in (
@@ -178,11 +182,7 @@ class Qwen35Config(QwenConfig):
                 "conv_kernel_dim",
             )
         )
-        if (
-            num_value_heads % num_key_heads
-            or rotary_dim % 2
-            or not 0 < rotary_dim <= dense.head_dim
-        ):
+        if num_value_heads % num_key_heads or rotary_dim % 2 or rotary_dim == 0:
             raise ValueError(
                 f"{source}: 'linear_num_key_heads' is {num_key_heads}, 'linear_num_value_heads' "
                 f"{num_value_heads} and 'partial_rotary_factor' {fraction!r:.80}; expected a "
@@ -199,6 +199,7 @@ class Qwen35Config(QwenConfig):
             key_dim=key_dim,
             value_dim=value_dim,
             conv_width=conv_width,
+            has_tower=model_type == "qwen3_5",
         )
 
     def hf_config(self) -> dict[str, Any]:
@@ -279,6 +280,10 @@ class Qwen35Config(QwenConfig):
     def hf_prefix_map(self) -> dict[str, str]:
         """Return the prefix of the text model beside a vision tower."""
         return {"model.language_model.": "model."}
+
+    def hf_module_prefixes(self) -> dict[str, str]:
+        """Return no prefix for a text model, whose checkpoint may have that of `hf_prefix_map`."""
+        return super().hf_module_prefixes() if self.has_tower else {}
 
     def hf_copied_prefixes(self) -> tuple[str, ...]:
         """Return the prefixes of the vision tower and of the layer that predicts two tokens."""
@@ -377,20 +382,30 @@ class Qwen35Config(QwenConfig):
 
     def memory_terms(self, tensor: int) -> MemoryTerms:
         """Return the memory of a layer with attention or a delta net, whichever is larger."""
-        dense = super().memory_terms(tensor)
-        # The delta net holds its inputs and outputs in float32, and several arrays of each chunk.
-        delta_width = self.delta_channels + 2 * self.num_value_heads * self.value_dim
-        delta_width = -(-delta_width // tensor)
-        gates = self.num_heads // tensor * self.head_dim
+        dense, inner = super().memory_terms(tensor), -(-self.mlp_width // tensor)
+        attention_width = self.num_heads // tensor * self.head_dim  # also the width of the gates
+        # A delta net's inputs are its queries, keys and values, and its gates.
+        value_width = self.num_value_heads * self.value_dim // tensor
+        inputs = self.delta_channels // tensor + value_width
+        mlp = max(4 * inner + 4 * self.width, 2 * inner + 8 * self.width)
+        saved = self.width + 2 * inner + inputs
         return replace(
             dense,
-            activations=dense.activations + 2 * gates + 6 * delta_width,
+            activations=max(
+                dense.activations + 2 * attention_width, mlp + 7 * (inputs + value_width)
+            ),
             saved_activations={
-                "none": dense.saved_activations["none"] + 2 * gates + 6 * delta_width,
-                "dots": dense.saved_activations["dots"] + gates + delta_width,
-                "names": dense.saved_activations["names"] + gates + delta_width,
+                "none": max(
+                    dense.saved_activations["none"] + 2 * attention_width,
+                    6 * inner + 6 * self.width + 6 * (inputs + value_width),
+                ),
+                "dots": max(dense.saved_activations["dots"] + attention_width, saved + value_width),
+                "names": max(dense.saved_activations["names"] + attention_width, saved),
             },
-            prefill_activations=dense.prefill_activations + gates + 3 * delta_width,
+            prefill_activations=max(
+                dense.prefill_activations + attention_width,
+                inner + 3 * self.width + 2 * (inputs + value_width),
+            ),
         )
 
 

@@ -131,7 +131,7 @@ def _list_peft_tensor_names(adapter: Adapter, param: str) -> list[str]:
 
 def _to_transformers_name(model: Architecture, name: str) -> str:
     """Convert a module's name in checkpoints to its name in transformers."""
-    for prefix, canonical in model.hf_prefix_map().items():
+    for canonical, prefix in model.hf_module_prefixes().items():
         if name.startswith(canonical):
             return prefix + name.removeprefix(canonical)
     return name

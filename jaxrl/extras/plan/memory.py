@@ -305,7 +305,8 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
         config
     ):  # the next rollout runs during the update
         sampling = plan_rollout(config, model, target)
-        persistent |= {name: sampling.persistent[name] for name in ("decode weights", "KV cache")}
+        names = ("decode weights", "KV cache", "states of recurrent layers")
+        persistent |= {n: sampling.persistent[n] for n in names if n in sampling.persistent}
         persistent |= {"sampling": sum(sampling.moments[sampling.moment].values())} | searching
 
     # Layers. Without a scan over layers, the CPU compiler keeps all activations.
@@ -506,7 +507,8 @@ def _plan_sampling(config: ResolvedConfig, model: Architecture, target: Target) 
         "keys and values": kv_step_bytes * operand_bytes // itemsize,
         "attention scores": 3 * prefill_tokens * heads * STEP_TOKENS * 4,
     }
-    if is_cpu and not copies:  # CPUs transpose the kernels of a layer
+    # CPUs transpose the kernels of a layer, but not beside a loop over blocks of recurrent layers.
+    if is_cpu and not copies and not model.num_recurrent_layers:
         prefill["kernels of a layer"] = itemsize * counts.decode_layers // model.num_layers
     if is_cpu and itemsize < 4:
         # Decoding keeps float32 copies of the cache and the weights during a chunk; prefill copies
@@ -542,7 +544,11 @@ def _plan_sampling(config: ResolvedConfig, model: Architecture, target: Target) 
     persistent["decode weights"] = _count_decode_weight_bytes(config, model, target)
     if model.num_recurrent_layers:
         persistent["states of recurrent layers"] = cache.num_states * cache.row_state_bytes
-        decode["rows' states"] = rows * cache.row_state_bytes
+        # The states of all layers, and the new ones of a layer.
+        row_state_bytes = (
+            cache.row_state_bytes + cache.row_state_bytes // model.num_recurrent_layers
+        )
+        decode["rows' states"] = rows * row_state_bytes
     resident, searching = _count_search_bytes(config, target)
     return _make_phase("rollout", persistent | resident | searching, moments)
 

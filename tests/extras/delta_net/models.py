@@ -1,9 +1,15 @@
 """Small hybrid models."""
 
+import dataclasses
+import json
+import shutil
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.extras.delta_net.qwen3_5 import Qwen35Config
+from jaxrl.models.hf_weights import save_hf
 
 TINY_HYBRID = Qwen35Config(
     vocab_size=320,
@@ -49,3 +55,22 @@ def random_params(config, seed):
         return noise * np.float32((1 if is_table else 0.5) / fan_in**0.5)
 
     return jax.tree_util.tree_map_with_path(fill, config.abstract_params())
+
+
+def write_hybrid_world(world, folder):
+    """Copy a tiny world, with a random hybrid in place of its model."""
+    shutil.copytree(world, folder)
+    fields = json.loads((folder / "model" / "config.json").read_text())
+    config = dataclasses.replace(
+        TINY_HYBRID,
+        vocab_size=fields["vocab_size"],
+        num_layers=3,
+        attention_layers=(1,),
+        tie_embeddings=True,
+    )
+    params = jax.tree.map(jnp.asarray, random_params(config, seed=0))
+    save_hf(params, config, folder / "hybrid")
+    for name in ("config.json", "model.safetensors"):
+        (folder / "hybrid" / name).replace(folder / "model" / name)
+    shutil.rmtree(folder / "hybrid")
+    return folder

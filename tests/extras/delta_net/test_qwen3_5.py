@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import jax
@@ -143,6 +144,9 @@ def test_a_checkpoint_beside_a_vision_tower_keeps_its_format(tmp_path):
     ).read_bytes()
 
 
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+
+
 def change_config(**changes):
     return {**TINY_HYBRID.hf_config(), **changes}
 
@@ -157,11 +161,32 @@ def change_config(**changes):
         ({"attn_output_gate": False}, "attn_output_gate"),
         ({"model_type": "qwen3_next"}, "qwen3_next"),
         ({"model_type": "qwen3_5"}, "'text_config'"),
+        ({"model_type": "qwen3_5", "text_config": []}, "'text_config'"),
+        ({"model_type": "qwen3_5", "text_config": {"hidden_size": 32}}, "'num_hidden_layers'"),
+        ({"layer_types": "linear_attention"}, "layer_types"),
+        ({"layer_types": [{}] * 5}, "layer_types"),
+        ({"layer_types": None, "full_attention_interval": 0}, "full_attention_interval"),
+        ({"layer_types": None, "full_attention_interval": "4"}, "full_attention_interval"),
+        ({"linear_key_head_dim": 8.5}, "linear_key_head_dim"),
+        ({"linear_conv_kernel_dim": 10**30}, "'linear_conv_kernel_dim'"),
+        ({"num_key_value_heads": -1}, "'num_key_value_heads'"),
+        ({"head_dim": -2}, "'head_dim'"),
+        ({"rope_parameters": ROPE | {"partial_rotary_factor": -0.25}}, "'partial_rotary_factor'"),
+        (
+            {"rope_parameters": ROPE | {"partial_rotary_factor": math.inf}},
+            "'partial_rotary_factor'",
+        ),
+        (
+            {"rope_parameters": ROPE | {"partial_rotary_factor": math.nan}},
+            "'partial_rotary_factor'",
+        ),
+        ({"rope_parameters": ROPE | {"rope_theta": math.nan}}, "'rope_theta'"),
     ],
 )
 def test_unsupported_configurations_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as error:
         Qwen35Config.from_dict(change_config(**changes))
+    assert len(str(error.value).splitlines()) == 1
 
 
 def test_published_sizes_are_read():

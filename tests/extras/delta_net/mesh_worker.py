@@ -1,0 +1,62 @@
+"""Check a hybrid model on meshes of eight virtual devices; run by `test_meshes.py`.
+
+python -m tests.extras.delta_net.mesh_worker
+"""
+
+import jax
+import numpy as np
+
+from jaxrl.runtime.sharding import param_shardings
+from jaxrl.training.packing import BatchShape
+from jaxrl.training.update import GradientStep, ScoreStep, put_batch
+from tests.extras.delta_net.models import TINY_HYBRID, random_params
+from tests.helpers import gather, pack_all, policy_loss, random_sequences, relative_distance
+from tests.mesh_worker import (
+    build_model,
+    check_below,
+    check_equal,
+    complete,
+    mesh_of,
+    sample,
+    start_engine,
+)
+
+MESHES = [complete(fsdp=2), complete(tensor=2), complete(data=2, fsdp=2, tensor=2)]
+SHAPE = BatchShape(num_micro=2, micro_rows=8, row_tokens=150)
+LENGTHS = [13, 150, 70, 24, 7, 65, 64, 128] * 2
+
+
+def main():
+    params = random_params(TINY_HYBRID, seed=0)
+    packed = pack_all(random_sequences(LENGTHS), SHAPE)
+    results = []
+    for sizes in [complete(), *MESHES]:
+        print(sizes, flush=True)
+        mesh = mesh_of(sizes)
+        model = build_model(mesh, TINY_HYBRID, logits_chunk_tokens=256)
+        on_mesh = jax.device_put(params, param_shardings(mesh, TINY_HYBRID))
+        batch = put_batch(mesh, packed.batch)
+        gradient = GradientStep(model, policy_loss())(on_mesh, batch, packed).gradients
+        logprobs = ScoreStep(model, temperature=1.0)(on_mesh, batch, packed)
+        gradient, logprobs = jax.device_get((gradient, logprobs))
+        samples = sample(start_engine(mesh, TINY_HYBRID, on_mesh))
+        results.append((gradient, logprobs, [s.token_ids.tolist() for s in samples]))
+
+        wanted = results[0]
+        # Moving each weight by half of its last bit changes the gradient by 6e-5.
+        check_below(5e-5, gradient_distance=float(relative_distance(gradient, wanted[0])))
+        check_below(5e-5, logprob_gap=float(np.abs(logprobs - wanted[1]).max()))
+        check_equal(results[-1][2], wanted[2])
+        # The sampler's log-probabilities are those of the trainer on one device.
+        shape = BatchShape(num_micro=3, micro_rows=8, row_tokens=64)
+        one = mesh_of(complete())
+        sampled = pack_all(samples, shape)
+        score = ScoreStep(build_model(one, TINY_HYBRID), temperature=1.0)
+        scored = score(params, put_batch(one, sampled.batch), sampled)
+        for index, sequence in enumerate(samples):
+            gap = gather(sampled.batch, scored, index) - sequence.rollout_logprobs
+            check_below(1e-4, sampled_gap=np.abs(gap)[sequence.loss_mask].max(initial=0))
+
+
+if __name__ == "__main__":
+    main()
