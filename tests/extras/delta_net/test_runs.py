@@ -21,7 +21,7 @@ from tests.runs import (
 )
 from tests.test_restarts import play
 
-pytestmark = pytest.mark.usefixtures("quick_compilation", "one_size")
+pytestmark = [pytest.mark.minutes, pytest.mark.usefixtures("quick_compilation", "one_size")]
 
 SETTINGS = {
     "sft.num_steps": 40,
