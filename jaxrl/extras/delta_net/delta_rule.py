@@ -63,14 +63,12 @@ def delta_rule(
     state_decay = jnp.exp(jnp.where(from_state, jnp.cumsum(log_decay, axis=-1), -jnp.inf))
 
     # The change that each token makes to the state depends on those of the tokens before it. This
-    # is a triangular system; one solve gives the changes for a state of zeros, and the part that
+    # is a triangular system; its inverse gives the changes for a state of zeros, and the part that
     # depends on the state.
     overlap = beta[..., None] * decay * _einsum("bntk,bnsk->bnts", k, k)
-    system = jnp.where(is_after, overlap, 0.0)  # with ones on the diagonal
+    system = jnp.where(is_after, overlap, 0.0) + jnp.eye(C)
     targets = jnp.concatenate([v, state_decay[..., None] * k], axis=-1) * beta[..., None]
-    solved = jax.lax.linalg.triangular_solve(
-        system, targets, left_side=True, lower=True, unit_diagonal=True
-    )
+    solved = _einsum("bnts,bnsv->bntv", invert_unit_triangular(system), targets)
     changes, state_weights = jnp.split(solved, [v.shape[-1]], axis=-1)
     changes = changes - _einsum("bntk,bnkv->bntv", state_weights, state)
 
@@ -79,6 +77,26 @@ def delta_rule(
     out = out + _einsum("bntk,bnkv->bntv", state_decay[..., None] * q, state)
     added = _einsum("bnsk,bnsv->bnkv", decay[..., -1, :, None] * k, changes)
     return out.swapaxes(1, 2), state_decay[..., -1, None, None] * state + added
+
+
+def invert_unit_triangular(matrix: Float[Array, "... C C"]) -> Float[Array, "... C C"]:
+    """Invert lower triangular matrices with ones on the diagonal, by blocks of doubling size.
+
+    `jax.lax.linalg.triangular_solve` uses several threads per matrix on a CPU, which wait for each
+    other: with other programs on the machine, a solve took 150 ms instead of 0.4 ms.
+    """
+    index = jnp.arange(matrix.shape[-1])
+    inverse = jnp.broadcast_to(jnp.eye(len(index), dtype=matrix.dtype), matrix.shape)
+    size = 1
+    while size < len(index):
+        # `inverse` inverts the diagonal blocks. Add the corner of each pair of blocks.
+        block = index // size
+        is_corner = (block[:, None] == block + 1) & (block[:, None] % 2 == 1)
+        corner = jnp.where(is_corner, jax.lax.stop_gradient(matrix), 0.0)
+        inverse = inverse - _einsum("...ij,...jk,...kl->...il", inverse, corner, inverse)
+        size *= 2
+    # A Newton step leaves the inverse as it is, and gives it the derivative.
+    return 2 * inverse - _einsum("...ij,...jk,...kl->...il", inverse, matrix, inverse)
 
 
 def _delta_rule_step(

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.extras.delta_net.delta_rule import delta_rule
+from jaxrl.extras.delta_net.delta_rule import delta_rule, invert_unit_triangular
 from jaxrl.extras.delta_net.qwen3_5 import causal_conv
 from jaxrl.models.recurrence import CHUNK_TOKENS, make_recur
 
@@ -48,6 +48,25 @@ def loop(q, k, v, log_decay, beta, lengths):
             state[n] += np.outer(k[t, n], change)
             out[t, n] = state[n].T @ q[t, n]
     return out
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 64])
+def test_the_inverse_of_a_triangular_matrix(size):
+    # Equal keys without decay: every entry below the diagonal is 1, and sums of powers overflow.
+    equal = np.tril(np.ones((size, size)))
+    random = np.tril(np.random.default_rng(0).uniform(-1, 1, (2, size, size)), -1) + np.eye(size)
+    matrices = np.stack([equal, *random])
+    expected = np.linalg.inv(matrices)
+    inverse, pull_back = jax.vjp(invert_unit_triangular, jnp.asarray(matrices, jnp.float32))
+    scale = np.abs(expected).max(axis=(1, 2), keepdims=True)
+    np.testing.assert_allclose(inverse / scale, expected / scale, atol=2e-6)
+    # The derivative of an inverse is -inverse @ change @ inverse.
+    weights = np.random.default_rng(1).normal(size=matrices.shape)
+    transposed = expected.swapaxes(1, 2)
+    gradient = np.tril(-transposed @ weights @ transposed)
+    [actual] = pull_back(jnp.asarray(weights, jnp.float32))
+    scale = np.abs(gradient).max(axis=(1, 2), keepdims=True)
+    np.testing.assert_allclose(np.tril(actual) / scale, gradient / scale, atol=1e-5)
 
 
 def get_starts(lengths):
