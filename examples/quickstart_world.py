@@ -15,8 +15,8 @@ they guess, search for only the surname or stop after one hop. Perfect demonstra
 nothing to improve, are in a separate file.
 
 The same seed generates the same bytes. The model is a small Qwen3 with random weights in Hugging
-Face format. Its tokenizer has one token per name, because a model of this size learns to copy one
-token from a document, but not two.
+Face format or, with `--model=qwen3_5`, a hybrid of the same width and depth. Its tokenizer has one
+token per name, because a model of this size learns to copy one token from a document, but not two.
 """
 
 import argparse
@@ -420,8 +420,13 @@ def make_tokenizer_config() -> dict[str, Any]:
     }
 
 
-def make_model_config(tokenizer: tokenizers.Tokenizer, num_experts: int = 0) -> dict[str, Any]:
-    """Return the `config.json` of a dense model or, with experts, of a top-2 MoE model."""
+def make_model_config(
+    tokenizer: tokenizers.Tokenizer, num_experts: int = 0, model: str = "qwen3"
+) -> dict[str, Any]:
+    """Return the `config.json` of a dense model or, with experts, of a top-2 MoE model.
+
+    The first layer of a `qwen3_5` model is a gated delta net.
+    """
     experts = {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -429,6 +434,17 @@ def make_model_config(tokenizer: tokenizers.Tokenizer, num_experts: int = 0) -> 
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 96,
         "norm_topk_prob": True,
+    }
+    hybrid = {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_conv_kernel_dim": 4,
+        "partial_rotary_factor": 0.5,
     }
     return {
         "architectures": ["Qwen3ForCausalLM"],
@@ -457,6 +473,7 @@ def make_model_config(tokenizer: tokenizers.Tokenizer, num_experts: int = 0) -> 
         "use_sliding_window": False,
         "vocab_size": 64 * (tokenizer.get_vocab_size() // 64 + 1),
         **(experts if num_experts else {}),
+        **(hybrid if model == "qwen3_5" else {}),
     }
 
 
@@ -473,25 +490,47 @@ def get_weight_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the weight shapes by Hugging Face name; matrices are `[out, in]`."""
     width, head = config["hidden_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    layer = {
-        "input_layernorm": (width,),
-        "self_attn.q_proj": (queries, width),
-        "self_attn.k_proj": (keys, width),
-        "self_attn.v_proj": (keys, width),
-        "self_attn.q_norm": (head,),
-        "self_attn.k_norm": (head,),
-        "self_attn.o_proj": (width, queries),
-        "post_attention_layernorm": (width,),
-        **get_feed_forward_shapes(config),
+    num_layers = config["num_hidden_layers"]
+    mixers = {
+        "full_attention": {
+            # The queries of a hybrid model have gates.
+            "self_attn.q_proj.weight": (queries * (2 if "layer_types" in config else 1), width),
+            "self_attn.k_proj.weight": (keys, width),
+            "self_attn.v_proj.weight": (keys, width),
+            "self_attn.q_norm.weight": (head,),
+            "self_attn.k_norm.weight": (head,),
+            "self_attn.o_proj.weight": (width, queries),
+        }
     }
+    if "layer_types" in config:
+        mixers["linear_attention"] = get_delta_net_shapes(config)
+    shapes = {"model.embed_tokens.weight": (config["vocab_size"], width)}
+    for i, kind in enumerate(config.get("layer_types", ["full_attention"] * num_layers)):
+        layer = {
+            "input_layernorm.weight": (width,),
+            **mixers[kind],
+            "post_attention_layernorm.weight": (width,),
+            **{f"{name}.weight": shape for name, shape in get_feed_forward_shapes(config).items()},
+        }
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    return {**shapes, "model.norm.weight": (width,)}
+
+
+def get_delta_net_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a gated delta net."""
+    width, num_heads = config["hidden_size"], config["linear_num_value_heads"]
+    values = num_heads * config["linear_value_head_dim"]
+    channels = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"] + values
     return {
-        "model.embed_tokens.weight": (config["vocab_size"], width),
-        **{
-            f"model.layers.{i}.{name}.weight": shape
-            for i in range(config["num_hidden_layers"])
-            for name, shape in layer.items()
-        },
-        "model.norm.weight": (width,),
+        "linear_attn.in_proj_qkv.weight": (channels, width),
+        "linear_attn.in_proj_z.weight": (values, width),
+        "linear_attn.in_proj_a.weight": (num_heads, width),
+        "linear_attn.in_proj_b.weight": (num_heads, width),
+        "linear_attn.conv1d.weight": (channels, 1, config["linear_conv_kernel_dim"]),
+        "linear_attn.A_log": (num_heads,),
+        "linear_attn.dt_bias": (num_heads,),
+        "linear_attn.norm.weight": (config["linear_value_head_dim"],),
+        "linear_attn.out_proj.weight": (width, values),
     }
 
 
@@ -517,15 +556,25 @@ def init_weights(config: Mapping[str, Any], rng: np.random.Generator) -> dict[st
     """Initialize float32 weights: norms are 1, matrices have variance 1 / fan_in.
 
     Projections into the residual stream, two per layer, are scaled down as in GPT-2, so that the
-    sum keeps the scale of the embedding.
+    sum keeps the scale of the embedding. Delta nets decay by `exp(-rate * step)` per token, with
+    rates in [1, 16] and steps in [0.001, 0.1], as in Mamba-2.
     """
     weights = {}
     for name, shape in get_weight_shapes(config).items():
-        if len(shape) == 1:
-            weights[name] = np.ones(shape, np.float32)
+        if name.endswith("A_log"):
+            weights[name] = np.log(rng.uniform(1, 16, shape)).astype(np.float32)
             continue
-        std = shape[1] ** -0.5
-        if "o_proj" in name or "down_proj" in name:
+        if name.endswith("dt_bias"):
+            step = np.exp(rng.uniform(np.log(0.001), np.log(0.1), shape))
+            weights[name] = np.log(np.expm1(step)).astype(np.float32)  # inverse of softplus
+            continue
+        if len(shape) == 1:
+            # The norms of a hybrid model add 1 to their scale, except in delta nets.
+            adds_one = "layer_types" in config and "linear_attn" not in name
+            weights[name] = np.full(shape, 0 if adds_one else 1, np.float32)
+            continue
+        std = shape[-1] ** -0.5
+        if any(part in name for part in ("o_proj", "out_proj", "down_proj")):
             std /= (2 * config["num_hidden_layers"]) ** 0.5
         # safetensors silently writes wrong values for arrays that are not C-contiguous.
         weights[name] = np.ascontiguousarray(std * rng.standard_normal(shape, np.float32))
@@ -538,6 +587,7 @@ def write_model(
     *,
     seed: int,
     num_experts: int = 0,
+    model: str = "qwen3",
     chat_template: str = CHAT_TEMPLATE,
     max_tokens: int = 1024,
 ) -> None:
@@ -548,11 +598,13 @@ def write_model(
         tokenizer: Tokenizer of the model.
         seed: Random seed of the weights.
         num_experts: Number of experts per layer; 0 writes a dense model.
+        model: Family of the model, `qwen3` or `qwen3_5`.
         chat_template: Chat template of the tokenizer.
         max_tokens: Maximum sequence length, in tokens.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    config = make_model_config(tokenizer, num_experts) | {"max_position_embeddings": max_tokens}
+    config = make_model_config(tokenizer, num_experts, model)
+    config["max_position_embeddings"] = max_tokens
     chats = {"model_max_length": max_tokens, "chat_template": chat_template}
     write_json(folder / "config.json", config)
     write_json(folder / "generation_config.json", make_generation_config(tokenizer))
@@ -644,9 +696,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--num_experts", type=int, default=0, help="experts per layer; 0: a dense model"
     )
+    parser.add_argument("--model", choices=("qwen3", "qwen3_5"), default="qwen3", help="family")
     args = parser.parse_args(argv)
     if args.num_experts not in (0, *range(2, 1000)):
         parser.error(f"--num_experts is {args.num_experts}; expected at least 2, or 0 for none")
+    if args.num_experts and args.model != "qwen3":
+        parser.error(f"--num_experts needs --model=qwen3, but --model is {args.model}")
     check_sizes(parser, args)
     return args
 
@@ -691,7 +746,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     texts = render_texts(files)
     check_nothing_leaks(people, files)
     check_words_are_whole(tokenizer, itertools.chain.from_iterable(texts.values()))
-    write_model(args.out / "model", tokenizer, seed=args.seed, num_experts=args.num_experts)
+    write_model(
+        args.out / "model",
+        tokenizer,
+        seed=args.seed,
+        num_experts=args.num_experts,
+        model=args.model,
+    )
     write_files(args.out, files)
 
     print_lengths(tokenizer, texts)
