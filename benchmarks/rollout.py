@@ -160,15 +160,19 @@ def make_even_requests(model: common.ModelSizes, work: Even, number: int) -> lis
     return make_requests(prompts, [work.new_tokens] * len(prompts), number)
 
 
-def sample_all(engine: Engine, requests: Sequence[Request]) -> list[float]:
+def sample_all(
+    engine: Engine,
+    requests: Sequence[Request],
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
     """Sample all requests; return the seconds of each chunk without prompt prefill."""
     engine.submit(requests)
     chunk_times = []
     while not engine.is_idle:
-        read, started = engine.counts.prefilled_prompt, time.perf_counter()
+        read, started = engine.counts.prefilled_prompt, clock()
         events = engine.step(ahead=1)
         if engine.counts.prefilled_prompt == read:
-            chunk_times.append(time.perf_counter() - started)
+            chunk_times.append(clock() - started)
         for event in events:
             if event.status:
                 engine.finish(event.request)
