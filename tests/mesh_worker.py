@@ -29,6 +29,7 @@ from jaxrl.models.policy import Model
 from jaxrl.runtime import sharding
 from jaxrl.runtime.sharding import make_mesh, num_batch_shards, param_shardings
 from jaxrl.sampling import next_token
+from jaxrl.sampling.decode import CacheIndices
 from jaxrl.sampling.engine import PAGES_PER_TRANSFER, Engine, Request
 from jaxrl.sampling.sample_keys import derive_sample_keys
 from jaxrl.sampling.stop_strings import StopAutomaton
@@ -273,7 +274,7 @@ def find_sampler_collectives(engine):
             *(engine._weights, engine._cache, engine._state, chunk, engine._stops),
             *(scalar, scalar, next_token.FULL),
         ),
-        "copy": (engine._cache, pages, pages),
+        "copy": (engine._cache, CacheIndices(pages), CacheIndices(pages)),
     }
     return {
         function.name: find_collectives(program_text(function, *arguments[function.name]))
