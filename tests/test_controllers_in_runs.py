@@ -167,7 +167,7 @@ SHARED = {
         pytest.param(
             {"mesh.data": 1, "mesh.context": 2},
             marks=pytest.mark.slow(
-                instead="runtime/test_sharding.py::test_two_devices_compute_what_one_does"
+                instead="runtime/test_sharding.py::test_four_devices_compute_what_one_does"
             ),
             id="pieces of rows",
         ),

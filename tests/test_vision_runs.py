@@ -156,7 +156,7 @@ def training_steps(workdir):
     return [record for record in lasting(workdir) if "actor/grad_norm" in record]
 
 
-@pytest.mark.slow(instead="runtime/test_sharding.py::test_two_devices_compute_what_one_does")
+@pytest.mark.slow(instead="runtime/test_sharding.py::test_four_devices_compute_what_one_does")
 def test_rows_split_between_devices_train_as_on_one(world, tmp_path, quick_compilation):
     train_in(tmp_path / "whole", settings(world, num_steps=1))
     program = "import sys; from tests import test_vision_runs as t; t.run_split(*sys.argv[1:])"

@@ -171,11 +171,11 @@ def test_data_fsdp_and_tensor_meshes_compute_what_one_device_does():
 
 
 @pytest.mark.minutes
-def test_two_devices_compute_what_one_does():
-    run_check("two devices", num_devices=2)
+def test_four_devices_compute_what_one_does():
+    run_check("four devices", num_devices=4)
 
 
-@pytest.mark.slow(instead="runtime/test_sharding.py::test_two_devices_compute_what_one_does")
+@pytest.mark.slow(instead="runtime/test_sharding.py::test_four_devices_compute_what_one_does")
 @pytest.mark.parametrize("name", ["context", "images", "experts"])
 def test_more_meshes_compute_what_one_device_does(name):
     run_check(name)
