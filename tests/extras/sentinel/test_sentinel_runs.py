@@ -217,7 +217,7 @@ class Values:
     """Checkpoints of which only the values of evaluations are asked."""
 
     def __init__(self, values):
-        self.values = lambda: values
+        self.scores = lambda: values
 
 
 @pytest.mark.parametrize(
