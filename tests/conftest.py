@@ -125,6 +125,14 @@ def cache_folder(tmp_path_factory, worker_id):
     return folder
 
 
+@pytest.fixture(scope="session")
+def warm_model(tiny_world, cache_folder):
+    """Return the weights of a short warm start, which search and answer."""
+    from tests.runs import warm_start
+
+    return warm_start(tiny_world, cache_folder)
+
+
 @pytest.fixture(scope="module")
 def quick_compilation(cache_folder):
     """Compile with fewer optimizations and a shared cache, for tests that mostly compile.

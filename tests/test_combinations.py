@@ -26,7 +26,6 @@ from tests.runs import (
     base_config,
     records,
     saved_progress,
-    warm_start,
 )
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_pictures", "one_size")
@@ -158,19 +157,14 @@ def _get(config, key):
 
 
 @pytest.fixture(scope="module")
-def source(tiny_world, cache_folder, quick_compilation):
-    return warm_start(tiny_world, cache_folder)
+def sampler(tiny_world, warm_model):
+    return Sampler(base_config(tiny_world, warm_model))
 
 
-@pytest.fixture(scope="module")
-def sampler(tiny_world, source):
-    return Sampler(base_config(tiny_world, source))
-
-
-def train_two_steps(seed, world, source, sampler, workdir):
-    config = combination(seed, base_config(world, source))
+def train_two_steps(seed, world, warm_model, sampler, workdir):
+    config = combination(seed, base_config(world, warm_model))
     # pytest shows it on failure.
-    print(f"combination {seed}: {changed_keys(config, base_config(world, source))}")
+    print(f"combination {seed}: {changed_keys(config, base_config(world, warm_model))}")
     components = sampler.for_config(config)
     run(settings_of(config), workdir, components, Display())
 
@@ -204,7 +198,7 @@ def train_two_steps(seed, world, source, sampler, workdir):
     logged = {name: x for name, x in steps[-1].items() if name.startswith("controller/")}
     assert progress.controllers.metrics() == logged
 
-    exported, before = load_hf(workdir / "export"), load_hf(source)
+    exported, before = load_hf(workdir / "export"), load_hf(warm_model)
     jax.tree.map(np.testing.assert_array_equal, exported, jax.device_get(weights))
     pairs = zip(jax.tree.leaves(exported), jax.tree.leaves(before), strict=True)
     has_moved = any(not np.array_equal(*pair) for pair in pairs)
@@ -217,14 +211,14 @@ def train_two_steps(seed, world, source, sampler, workdir):
 
 @pytest.mark.minutes
 @pytest.mark.parametrize("seed", SEEDS)
-def test_random_combinations_train(seed, tiny_world, source, sampler, tmp_path):
-    train_two_steps(seed, tiny_world, source, sampler, tmp_path)
+def test_random_combinations_train(seed, tiny_world, warm_model, sampler, tmp_path):
+    train_two_steps(seed, tiny_world, warm_model, sampler, tmp_path)
 
 
 @pytest.mark.slow(instead="test_combinations.py::test_random_combinations_train")
 @pytest.mark.parametrize("seed", MORE_SEEDS)
-def test_many_more_random_combinations_train(seed, tiny_world, source, sampler, tmp_path):
-    train_two_steps(seed, tiny_world, source, sampler, tmp_path)
+def test_many_more_random_combinations_train(seed, tiny_world, warm_model, sampler, tmp_path):
+    train_two_steps(seed, tiny_world, warm_model, sampler, tmp_path)
 
 
 SMALL_CONFIGS = {
@@ -244,9 +238,9 @@ SMALL_CONFIGS = {
 
 @pytest.mark.minutes
 @pytest.mark.parametrize("module", SMALL_CONFIGS, ids=lambda module: module.__name__)
-def test_the_small_configurations_train(module, tiny_world, source, sampler, tmp_path):
+def test_the_small_configurations_train(module, tiny_world, warm_model, sampler, tmp_path):
     config = module.get_config(str(tiny_world))
-    sizes = METHOD_SIZES | {"model.path": source, "eval.suites": config.eval.suites}
+    sizes = METHOD_SIZES | {"model.path": warm_model, "eval.suites": config.eval.suites}
     sizes |= {"rollout.max_num_seqs": 16, "rollout.max_turns": 2, "optimizer.num_minibatches": 1}
     sizes["rollout.max_prompt_tokens"] = 32
     sizes |= {"filter.max_batches": 0, "checkpoint.every_steps": 1, "eval.samples": 1}

@@ -15,7 +15,6 @@ from tests.runs import (
     lasting,
     records,
     trajectories,
-    warm_start,
     without_usage,
 )
 
@@ -25,8 +24,8 @@ pytestmark = [
 ]
 
 
-def test_sampler_and_trainer_agree_and_a_killed_run_resumes(tiny_world, cache_folder, tmp_path):
-    config = base_config(tiny_world, warm_start(tiny_world, cache_folder))
+def test_sampler_and_trainer_agree_and_a_killed_run_resumes(tiny_world, warm_model, tmp_path):
+    config = base_config(tiny_world, warm_model)
     settings = {
         **{"rollout.context.name": "last_turns", "rollout.context.max_tokens": 96},
         **{"rollout.context.turn_tokens": 24, "rollout.max_total_tokens": 320},

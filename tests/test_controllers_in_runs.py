@@ -29,17 +29,11 @@ from tests.runs import (
     lasting_anywhere,
     records,
     saved_progress,
-    warm_start,
 )
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_pictures")
 
 ROOT = Path(__file__).parents[1]
-
-
-@pytest.fixture(scope="module")
-def source(tiny_world, cache_folder, quick_compilation):
-    return warm_start(tiny_world, cache_folder)
 
 
 SETTINGS = {
@@ -58,13 +52,13 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def ares_run(tiny_world, source, tmp_path_factory):
+def ares_run(tiny_world, warm_model, tmp_path_factory):
     """Configuration, components and workdir of an undisturbed run."""
-    config = base_config(tiny_world, source)
+    config = base_config(tiny_world, warm_model)
     ares.set_method(config)
     config.update_from_flattened_dict(SETTINGS)
     validate(config)
-    components = Sampler(base_config(tiny_world, source)).for_config(config)
+    components = Sampler(base_config(tiny_world, warm_model)).for_config(config)
     workdir = tmp_path_factory.mktemp("ares")
     run(settings_of(config), workdir, components, Display())
     return config, components, workdir
@@ -174,10 +168,10 @@ SHARED = {
     ],
 )
 def test_two_processes_have_the_states_of_one(
-    tiny_world, source, tmp_path, quick_compilation, mesh
+    tiny_world, warm_model, tmp_path, quick_compilation, mesh
 ):
     """All that is measured, decided and learned is the same, by one process or two."""
-    changes = SHARED | {"model.path": source}
+    changes = SHARED | {"model.path": warm_model}
     config = debug_tiny.get_config(str(tiny_world))
     config.update_from_flattened_dict(JOB_SETTINGS | changes)
     (tmp_path / "1").mkdir()

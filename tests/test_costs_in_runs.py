@@ -23,7 +23,6 @@ from tests.runs import (
     records,
     saved_progress,
     trajectories,
-    warm_start,
 )
 
 pytestmark = [
@@ -32,13 +31,8 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def source(tiny_world, cache_folder, quick_compilation):
-    return warm_start(tiny_world, cache_folder)
-
-
-def configured(world, source, **changes):
-    config = base_config(world, source)
+def configured(world, warm_model, **changes):
+    config = base_config(world, warm_model)
     settings = {
         **{"num_steps": 2, "log.trajectories": -1, "checkpoint.every_steps": 1},
         **{"eval.suites": ("greedy",), "eval.final_suites": ("sampled", "random_search")},
@@ -58,16 +52,16 @@ def play(config, workdir, parts):
 
 
 @pytest.fixture(scope="module")
-def parts(tiny_world, source):
+def parts(tiny_world, warm_model):
     """The components that all runs share."""
-    return build(configured(tiny_world, source))
+    return build(configured(tiny_world, warm_model))
 
 
 @pytest.fixture(scope="module")
-def base(tiny_world, source, parts, tmp_path_factory):
+def base(tiny_world, warm_model, parts, tmp_path_factory):
     """The workdir of a run that has spent its budget twice: before and in the second step."""
     workdir = tmp_path_factory.mktemp("costs") / "base"
-    config = configured(tiny_world, source, **{"ledger.max_calls": 1})
+    config = configured(tiny_world, warm_model, **{"ledger.max_calls": 1})
     with pytest.raises(BudgetSpentError, match=r"config\.ledger\.max_calls=1; to resume, raise it"):
         play(config, workdir, parts)
     assert list_steps(workdir / "checkpoints") == []  # the first evaluation has spent it
@@ -160,8 +154,8 @@ def test_random_search_shows_documents_drawn_by_query_and_seed(base, tiny_world)
     assert not all(is_best)
 
 
-def test_prices_must_name_a_tool_or_judge(tiny_world, source):
-    config = configured(tiny_world, source)
+def test_prices_must_name_a_tool_or_judge(tiny_world, warm_model):
+    config = configured(tiny_world, warm_model)
     config.reward.judges = {"helpful": {}}
     config.ledger.prices = {"helpful": 1.0, "search": 1.0}
     _check_prices(config, ["search"])
@@ -184,7 +178,7 @@ def keep(group_ids):
 
 @pytest.mark.parametrize("async_level", [0, 1])
 def test_an_endless_step_ends_at_the_budget_and_its_cost_is_counted(
-    async_level, tiny_world, source, parts, tmp_path, monkeypatch
+    async_level, tiny_world, warm_model, parts, tmp_path, monkeypatch
 ):
     """A filter keeps the groups of the first step and no others: the second step never ends."""
     (tmp_path / f"one_step_{async_level}.py").write_text(ONE_STEP)
@@ -192,7 +186,7 @@ def test_an_endless_step_ends_at_the_budget_and_its_cost_is_counted(
     changes = {"filter.name": f"one_step_{async_level}.keep", "filter.max_batches": 0}
     changes |= {"eval.suites": (), "stages": ("train",), "rollout.async_level": async_level}
     changes |= {"loss.correction.level": "token"} if async_level else {}
-    config = configured(tiny_world, source, **changes)
+    config = configured(tiny_world, warm_model, **changes)
     config.ledger.max_calls = 60  # steps have 16 trajectories with a search each, or two
     with pytest.raises(BudgetSpentError, match=r"has spent .* of config\.ledger\.max_calls=60; "):
         play(config, tmp_path / "run", parts)
@@ -221,9 +215,9 @@ class InterruptedUpdate:
 
 
 def test_a_step_that_is_stopped_after_its_rollout_counts_the_cost(
-    tiny_world, source, parts, tmp_path
+    tiny_world, warm_model, parts, tmp_path
 ):
-    config = configured(tiny_world, source, **{"eval.suites": (), "stages": ("train",)})
+    config = configured(tiny_world, warm_model, **{"eval.suites": (), "stages": ("train",)})
     stage = made_for(config, parts).stages["train"]
     stages = {"train": dataclasses.replace(stage, update=InterruptedUpdate(stage.update))}
     workdir = tmp_path / "run"
@@ -244,10 +238,11 @@ def test_a_step_that_is_stopped_after_its_rollout_counts_the_cost(
 
 
 def test_an_evaluation_that_is_stopped_counts_its_suites(
-    tiny_world, source, parts, tmp_path, monkeypatch
+    tiny_world, warm_model, parts, tmp_path, monkeypatch
 ):
     changes = {"eval.suites": ("greedy", "sampled"), "eval.every_steps": 1, "stages": ("train",)}
-    config, suite = configured(tiny_world, source, **changes, num_steps=1), evaluate.roll_out_suite
+    config = configured(tiny_world, warm_model, **changes, num_steps=1)
+    suite = evaluate.roll_out_suite
 
     def interrupt(run_state, name):
         if run_state.progress.stage_step and name == "sampled":
@@ -270,13 +265,13 @@ def test_an_evaluation_that_is_stopped_counts_its_suites(
 
 
 def test_a_final_evaluation_that_is_stopped_resumes(
-    base, tiny_world, source, parts, tmp_path, monkeypatch
+    base, tiny_world, warm_model, parts, tmp_path, monkeypatch
 ):
     """It is stopped after its first suite, when all checkpoints are written.
 
     The run equals `base`, which has spent its budget and resumed.
     """
-    config, suite = configured(tiny_world, source), evaluate.roll_out_suite
+    config, suite = configured(tiny_world, warm_model), evaluate.roll_out_suite
 
     def interrupt(run_state, name):
         if name == "random_search":

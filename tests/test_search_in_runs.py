@@ -21,7 +21,6 @@ from tests.runs import (
     lasting,
     records,
     trajectories,
-    warm_start,
     without_usage,
 )
 
@@ -38,9 +37,9 @@ DEADLINES = {
 LONGEST_S = DEADLINES["search.deadline_s"] + DEADLINES["search.outage_deadline_s"]
 
 
-def faulty(world, folder, server, **changes):
+def faulty(world, model, server, **changes):
     """Return a small run on this server, with a policy that searches."""
-    config = base_config(world, warm_start(world, folder.parent))
+    config = base_config(world, model)
     config.update_from_flattened_dict(
         {
             "search.engine": "http",
@@ -89,11 +88,11 @@ def one_engine():
 
 
 @pytest.fixture(scope="module")
-def faulty_run(tiny_world, tmp_path_factory, quick_compilation, no_pictures):
+def faulty_run(tiny_world, warm_model, tmp_path_factory, quick_compilation, no_pictures):
     """Workdir, server and configuration of a recorded run through a mix of faults."""
     workdir = tmp_path_factory.mktemp("faults") / "served"
     with FaultServer(MIX, seed=3, late_s=0.1) as server:
-        config = faulty(tiny_world, workdir, server, **{"search.replay": "record"})
+        config = faulty(tiny_world, warm_model, server, **{"search.replay": "record"})
         play(config, workdir)
     return workdir, server, config
 
@@ -208,7 +207,9 @@ class MortalServer(FaultServer):
     instead="test_search_in_runs.py::test_an_outage_stops_the_run_which_then_resumes_bit_for_bit"
 )
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_an_outage_at_any_time_is_no_score_and_the_run_resumes(tiny_world, tmp_path, ahead):
+def test_an_outage_at_any_time_is_no_score_and_the_run_resumes(
+    tiny_world, warm_model, tmp_path, ahead
+):
     """In a rollout, in one that runs ahead, in evaluations before, between and after steps."""
     changes = {
         "stages": ("train", "evaluate"), "eval.every_steps": 1, "eval.suites": ("greedy",),
@@ -216,7 +217,7 @@ def test_an_outage_at_any_time_is_no_score_and_the_run_resumes(tiny_world, tmp_p
         "rollout.async_level": ahead, "loss.correction.level": "token",
     }  # fmt: skip
     with MortalServer() as server:
-        config = faulty(tiny_world, tmp_path / "base", server, **changes)
+        config = faulty(tiny_world, warm_model, server, **changes)
         play(config, tmp_path / "base")
         wanted, lines, _ = outputs(tmp_path / "base")
         files = sorted(path.name for path in (tmp_path / "base" / "eval").glob("*.json"))

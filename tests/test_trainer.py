@@ -36,7 +36,6 @@ from tests.runs import (
     free_port,
     lasting,
     trajectories,
-    warm_start,
     without_usage,
 )
 
@@ -251,13 +250,12 @@ def test_divergences_are_measured_in_every_accumulating_call(config, tmp_path):
             trainer.apply_gradients()
 
 
-def test_usage_counts_once_however_often_a_step_is_saved(config, tiny_world, tmp_path):
+def test_usage_counts_once_however_often_a_step_is_saved(config, warm_model, tmp_path):
     """With a model that searches."""
-    path = warm_start(tiny_world, tmp_path)
     config = with_changes(
-        config.copy_and_resolve_references(), {"model.path": path, "eval.suites": ()}
+        config.copy_and_resolve_references(), {"model.path": warm_model, "eval.suites": ()}
     )
-    with api.Trainer(config, tmp_path / "run") as trainer:
+    with api.Trainer(config, tmp_path) as trainer:
         groups = trainer.rollout(trainer.next_tasks())
         trainer.update(trainer.compute_advantages(groups))
         first = trainer.finish_step()["perf/ledger/total/attempts/search"]

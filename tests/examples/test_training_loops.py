@@ -13,7 +13,9 @@ from examples import best_of_n, curriculum, custom_loss, distillation
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.types import Group
 from tests.episodes import make_failure, make_trajectory
-from tests.runs import lasting, warm_start
+from tests.runs import lasting
+
+pytestmark = pytest.mark.usefixtures("quick_compilation", "one_size", "no_pictures")
 
 SETTINGS = [
     *("--config.num_steps=2", "--config.stages=('train',)", "--config.eval.suites=()"),
@@ -23,24 +25,18 @@ SETTINGS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def start(tiny_world, tmp_path_factory, quick_compilation, one_size, no_pictures):
-    """The weights at the start of every loop."""
-    return warm_start(tiny_world, tmp_path_factory.mktemp("start"))
-
-
-def train(example, world, start, workdir, *more):
+def train(example, world, warm_model, workdir, *more):
     """Run an example for two steps and return the folder of its weights."""
     options = [f"--config=configs/debug_tiny.py:{world}", f"--workdir={workdir}"]
-    example.main([*options, *SETTINGS, f"--config.model.path={start}", *more])
+    example.main([*options, *SETTINGS, f"--config.model.path={warm_model}", *more])
     assert lasting(workdir)[-1]["step"] == 2
     return workdir / "export"
 
 
-def is_changed(folder, start):
+def is_changed(folder, warm_model):
     return any(
         np.any(a != b)
-        for a, b in zip(*(jax.tree.leaves(load_hf(f)) for f in (folder, start)), strict=True)
+        for a, b in zip(*(jax.tree.leaves(load_hf(f)) for f in (folder, warm_model)), strict=True)
     )
 
 
@@ -76,20 +72,26 @@ def test_best_of_n_keeps_the_shortest_correct_answer():
 
 @pytest.mark.minutes
 @pytest.mark.parametrize("example", [best_of_n, curriculum, custom_loss], ids=lambda m: m.__name__)
-def test_loops_train_for_two_steps(example, tiny_world, start, tmp_path):
+def test_loops_train_for_two_steps(example, tiny_world, warm_model, tmp_path):
     chance = "--config.env.name=tests.runs.Chance"  # some answers of each group are correct
-    assert is_changed(train(example, tiny_world, start, tmp_path, chance), start)
+    assert is_changed(train(example, tiny_world, warm_model, tmp_path, chance), warm_model)
 
 
 @pytest.mark.minutes
-def test_a_student_does_not_move_from_a_teacher_that_equals_it(tiny_world, start, tmp_path, capsys):
-    folder = train(distillation, tiny_world, start, tmp_path / "same", f"--teacher={start}")
+def test_a_student_does_not_move_from_a_teacher_that_equals_it(
+    tiny_world, warm_model, tmp_path, capsys
+):
+    folder = train(
+        distillation, tiny_world, warm_model, tmp_path / "same", f"--teacher={warm_model}"
+    )
     divergences = re.findall(r"reverse KL (\S+)", capsys.readouterr().out)
     assert [abs(float(divergence)) for divergence in divergences] == [0.0, 0.0]
-    for ours, theirs in zip(*(jax.tree.leaves(load_hf(f)) for f in (folder, start)), strict=True):
+    for ours, theirs in zip(
+        *(jax.tree.leaves(load_hf(f)) for f in (folder, warm_model)), strict=True
+    ):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
     teacher = Path(tiny_world) / "model"
-    folder = train(distillation, tiny_world, start, tmp_path / "other", f"--teacher={teacher}")
+    folder = train(distillation, tiny_world, warm_model, tmp_path / "other", f"--teacher={teacher}")
     divergences = re.findall(r"reverse KL (\S+)", capsys.readouterr().out)
     assert all(float(divergence) > 1 for divergence in divergences)
-    assert is_changed(folder, start)
+    assert is_changed(folder, warm_model)

@@ -26,7 +26,6 @@ from tests.runs import (
     base_config,
     records,
     trajectories,
-    warm_start,
     without_usage,
 )
 
@@ -44,8 +43,8 @@ def judge(record, state, *, step, since, always=False):
     return {"number": number}, signs
 
 
-def make(tiny_world, cache_folder, **changes):
-    config = base_config(tiny_world, warm_start(tiny_world, cache_folder))
+def make(tiny_world, warm_model, **changes):
+    config = base_config(tiny_world, warm_model)
     config.update_from_flattened_dict(
         {
             **{"num_steps": 6, "checkpoint.every_steps": 2, "checkpoint.keep": 5},
@@ -57,10 +56,10 @@ def make(tiny_world, cache_folder, **changes):
     return config
 
 
-def watching(tiny_world, cache_folder, action, settings=(("step", 5), ("since", 3)), **changes):
+def watching(tiny_world, warm_model, action, settings=(("step", 5), ("since", 3)), **changes):
     name = f"{__name__}.judge"
     watch = {"watch.name": name, "watch.settings": dict(settings), "watch.action": action}
-    return make(tiny_world, cache_folder, **watch, **changes)
+    return make(tiny_world, warm_model, **watch, **changes)
 
 
 PARTS = []
@@ -81,13 +80,13 @@ def play(config, workdir):
 
 
 @pytest.fixture(scope="module")
-def plain(tiny_world, cache_folder, quick_compilation, tmp_path_factory):
-    return play(make(tiny_world, cache_folder), tmp_path_factory.mktemp("plain") / "run")
+def plain(tiny_world, warm_model, quick_compilation, tmp_path_factory):
+    return play(make(tiny_world, warm_model), tmp_path_factory.mktemp("plain") / "run")
 
 
 @pytest.fixture(scope="module")
-def apply_rollback(tiny_world, cache_folder, quick_compilation, tmp_path_factory):
-    config = watching(tiny_world, cache_folder, "roll_back")
+def apply_rollback(tiny_world, warm_model, quick_compilation, tmp_path_factory):
+    config = watching(tiny_world, warm_model, "roll_back")
     return play(config, tmp_path_factory.mktemp("back") / "run")
 
 
@@ -123,8 +122,8 @@ def test_going_back_is_other_draws_of_the_same_tasks_at_half_the_rate(plain, app
 
 
 @pytest.mark.parametrize("moment", ["before it is carried out", "before the next checkpoint"])
-def test_killed_on_the_way_it_repeats(moment, apply_rollback, tiny_world, cache_folder, tmp_path):
-    config = watching(tiny_world, cache_folder, "roll_back")
+def test_killed_on_the_way_it_repeats(moment, apply_rollback, tiny_world, warm_model, tmp_path):
+    config = watching(tiny_world, warm_model, "roll_back")
     calls = []
 
     def kill(of, original):
@@ -234,11 +233,9 @@ def test_the_best_is_a_checkpoint_that_is_left(values, value, step):
     assert (progress.watched.lr_scale, progress.watched.num_roll_backs) == (0.25, 2)
 
 
-def test_too_many_returns_end_the_run_and_save_it(tiny_world, cache_folder, tmp_path):
+def test_too_many_returns_end_the_run_and_save_it(tiny_world, warm_model, tmp_path):
     settings = (("step", 3), ("since", 2), ("always", True))
-    config = watching(
-        tiny_world, cache_folder, "roll_back", settings, **{"watch.max_roll_backs": 2}
-    )
+    config = watching(tiny_world, warm_model, "roll_back", settings, **{"watch.max_roll_backs": 2})
     with pytest.raises(UnsoundError, match=r"rolled back 2 times.*max_roll_backs"):
         play(config, tmp_path / "run")
     lines = [json.loads(line) for line in (tmp_path / "run" / "roll_backs.jsonl").open()]
@@ -246,8 +243,8 @@ def test_too_many_returns_end_the_run_and_save_it(tiny_world, cache_folder, tmp_
     assert (tmp_path / "run" / "checkpoints" / "3").is_dir()
 
 
-def test_a_run_that_is_stopped_goes_on(plain, tiny_world, cache_folder, tmp_path):
-    config = watching(tiny_world, cache_folder, "stop")
+def test_a_run_that_is_stopped_goes_on(plain, tiny_world, warm_model, tmp_path):
+    config = watching(tiny_world, warm_model, "stop")
     with pytest.raises(UnsoundError, match=r"bad: The test says so."):
         play(config, tmp_path / "run")
     assert (tmp_path / "run" / "checkpoints" / "5").is_dir()
@@ -260,8 +257,8 @@ def test_a_run_that_is_stopped_goes_on(plain, tiny_world, cache_folder, tmp_path
     assert mark == {"step": 5, "stage": "train", **sign}
 
 
-def test_a_lower_rate_changes_what_follows_alone(plain, tiny_world, cache_folder, tmp_path):
-    workdir = play(watching(tiny_world, cache_folder, "lower_lr"), tmp_path / "run")
+def test_a_lower_rate_changes_what_follows_alone(plain, tiny_world, warm_model, tmp_path):
+    workdir = play(watching(tiny_world, warm_model, "lower_lr"), tmp_path / "run")
     slowed, usual = numbers(workdir), numbers(plain)
     assert {step: slowed[step] for step in range(6)} == {step: usual[step] for step in range(6)}
     assert records(workdir)[6]["actor/lr_scale"] == 0.5
@@ -270,12 +267,12 @@ def test_a_lower_rate_changes_what_follows_alone(plain, tiny_world, cache_folder
 
 
 def test_a_sampler_that_keeps_old_weights_is_named(
-    tiny_world, cache_folder, tmp_path, monkeypatch, capsys
+    tiny_world, warm_model, tmp_path, monkeypatch, capsys
 ):
     """From step 8 on the sampler gets the same weights again and again."""
     config = make(
         tiny_world,
-        cache_folder,
+        warm_model,
         **{"watch.name": "sentinel", "num_steps": 12, "checkpoint.every_steps": 50},
         **{"advantage.grpo.normalize_std": False},
     )

@@ -9,7 +9,7 @@ from jaxrl.envs.rewards.attribution import occurs_in
 from jaxrl.logs.display import Display
 from jaxrl.run import run
 from tests.helpers import build, settings_of
-from tests.runs import base_config, records, trajectories, warm_start
+from tests.runs import base_config, records, trajectories
 
 pytestmark = [
     pytest.mark.minutes,
@@ -30,8 +30,8 @@ REMEDIES = {
 
 
 @pytest.fixture(scope="module")
-def workdir(tiny_world, cache_folder, quick_compilation, tmp_path_factory):
-    config = base_config(tiny_world, warm_start(tiny_world, cache_folder))
+def workdir(tiny_world, warm_model, quick_compilation, tmp_path_factory):
+    config = base_config(tiny_world, warm_model)
     config.update_from_flattened_dict(REMEDIES)
     # Professions are accepted too, which most documents name.
     folder = tmp_path_factory.mktemp("remedies")
