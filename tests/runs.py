@@ -34,6 +34,7 @@ from tests.helpers import build, method_of, resolved, settings_of
 
 # The smallest sizes that still search: the sampler compiles a program for each of its shapes.
 SIZES = {
+    "model.remat": "none",  # compiles faster
     "rollout.max_num_seqs": 4,
     "rollout.max_response_tokens": 40,
     "rollout.max_total_tokens": 112,

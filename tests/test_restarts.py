@@ -21,9 +21,10 @@ from jaxrl.builders.resolved import resolve_names
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.runtime import resume
-from jaxrl.runtime.checkpoint import MANIFEST, list_steps, restore_params
+from jaxrl.runtime.checkpoint import list_steps, restore_params
 from jaxrl.runtime.preemption import EXIT_INTERRUPTED, Interrupted
 from tests.helpers import build, settings_of, with_devices
+from tests.one_size import take_the_largest
 from tests.runs import (
     SIZES,
     assert_same_weights,
@@ -59,14 +60,6 @@ def base(tiny_world, tmp_path_factory, quick_compilation, no_pictures):
     """The workdir of an undisturbed run."""
     workdir = tmp_path_factory.mktemp("runs") / "base"
     assert play(settings(tiny_world, **{"checkpoint.keep": 100}), workdir)
-    return workdir
-
-
-@pytest.fixture(scope="module")
-def warm(tiny_world, tmp_path_factory, quick_compilation, no_pictures):
-    """The workdir of a short warm start, for tests that compare nothing later."""
-    workdir = tmp_path_factory.mktemp("runs") / "warm"
-    assert play(settings(tiny_world, **{"stages": ("sft",), "sft.num_steps": 4}), workdir)
     return workdir
 
 
@@ -286,22 +279,12 @@ def test_files_beyond_the_checkpoint_are_removed(tmp_path):
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")} == set(stay)
 
 
-def test_only_damaged_checkpoints_are_refused(warm, tiny_world, tmp_path):
-    workdir = killed(warm, tmp_path / "run", after=4)
-    for step in list_steps(workdir / "checkpoints"):
-        (workdir / "checkpoints" / str(step) / MANIFEST).unlink()
-    before = {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()}
-    with pytest.raises(ValueError, match=rf"checkpoint 4: {MANIFEST}: missing or unreadable; "):
-        play(settings(tiny_world, **{"sft.num_steps": 4}), workdir)
-    assert {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()} == before
-
-
 def saved_params(workdir, step):
     shapes = jax.tree.map(np.zeros_like, load_hf(workdir / "export"))
     return restore_params(workdir / "checkpoints", shapes, step)[1]
 
 
-def test_patience_ends_a_run_with_its_best_weights(warm, tiny_world, tmp_path, monkeypatch):
+def test_patience_ends_a_run_with_its_best_weights(warm_model, tiny_world, tmp_path, monkeypatch):
     """The second step is worse than the first: it is the last, and is undone."""
     run_suites = run.run_suites
 
@@ -311,8 +294,9 @@ def test_patience_ends_a_run_with_its_best_weights(warm, tiny_world, tmp_path, m
         return metrics | {"val-core/all/exact_match/mean@1": accuracy}, errors
 
     monkeypatch.setattr(run, "run_suites", score)
+    take_the_largest(monkeypatch)
     changes = {
-        **{"stages": ("train",), "model.path": str(warm / "export"), "num_steps": 3},
+        **{"stages": ("train",), "model.path": warm_model, "num_steps": 3},
         **{"eval.every_steps": 1, "eval.patience": 1, "checkpoint.every_steps": 100},
         **{"checkpoint.keep": 1, "optimizer.lr": 1e-2, "rollout.async_level": 1},
         "loss.correction.level": "token",

@@ -18,7 +18,7 @@ from jaxrl.envs.base import Outcome, Turn
 from jaxrl.extras.view import report
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
-from jaxrl.runtime.checkpoint import restore_params
+from jaxrl.runtime.checkpoint import MANIFEST, list_steps, restore_params
 from jaxrl.training.failures import NothingWorksError
 from jaxrl.types import flatten_groups, replace_fields
 from tests.helpers import UPDATE_PROGRAMS, build, settings_of
@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.minutes, pytest.mark.usefixtures("quick_compilation", 
 
 BASE = {
     **{**SIZES, "sft.num_steps": 40, "eval.every_steps": 3, "log.trajectories": -1},
-    **{"checkpoint.every_steps": 3, "checkpoint.keep": 100},
+    **{"checkpoint.every_steps": 3, "checkpoint.keep": 100, "model.remat": "full"},
     "log.trackers": ("tensorboard", "tests.extending.my_tracker.SampleFiles"),
 }
 
@@ -185,6 +185,16 @@ def test_a_restart_changes_nothing(
     play(config, workdir, parts)
     assert contents_of(workdir, names) == before
     assert lasting(workdir) == lasting(base)
+
+
+def test_only_damaged_checkpoints_are_refused(base, parts, tiny_world, tmp_path):
+    workdir = killed(base, tmp_path / "run", after=44)
+    for step in list_steps(workdir / "checkpoints"):
+        (workdir / "checkpoints" / str(step) / MANIFEST).unlink()
+    before = contents_of(workdir, (".",))
+    with pytest.raises(ValueError, match=rf"checkpoint 44: {MANIFEST}: missing or unreadable; "):
+        play(run_settings(tiny_world, **BASE), workdir, parts)
+    assert contents_of(workdir, (".",)) == before
 
 
 def test_any_checkpoint_can_be_evaluated(base, parts, tiny_world, tmp_path):
