@@ -162,8 +162,8 @@ def quick_compilation(cache_folder):
 def one_size():
     """Restrict sampler and update to their largest shapes, since each compiles for long.
 
-    For runs in this process that test something else; `test_runs.py` has all shapes. In another
-    process, use `python -m tests.one_size` instead of `jaxrl.launch`.
+    For runs that test something else; `test_runs.py` has all shapes. In another process, use
+    `python -m tests.one_size MODULE` instead of `python -m MODULE`.
     """
     from tests.one_size import take_the_largest
 

@@ -1,6 +1,7 @@
-"""One shape for each program of a run; `python -m tests.one_size` runs `jaxrl.launch` so."""
+"""One shape for each program of a run; `python -m tests.one_size MODULE ...` runs a module so."""
 
 import runpy
+import sys
 
 import pytest
 
@@ -19,4 +20,5 @@ def take_the_largest(patch):
 if __name__ == "__main__":
     with pytest.MonkeyPatch.context() as patch:
         take_the_largest(patch)
-        runpy.run_module("jaxrl.launch", run_name="__main__", alter_sys=True)
+        del sys.argv[0]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

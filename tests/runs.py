@@ -247,13 +247,11 @@ class Processes:
     """A job of `num` processes on this machine."""
 
     def __init__(
-        self, world, workdir, environment, num=2, of_the_last=None,
-        config="configs/debug_tiny.py", **changes,
-    ):  # fmt: skip
+        self, world, workdir, environment, num=2, config="configs/debug_tiny.py", **changes
+    ):
         settings = JOB_SETTINGS | changes
-        others = [f"--config.{key}={value}" for key, value in (of_the_last or {}).items()]
         command = [
-            *(sys.executable, "-m", "jaxrl.launch"),
+            *(sys.executable, "-m", "tests.one_size", "jaxrl.launch"),
             *(f"--config={config}:{world}", f"--workdir={workdir}"),
             *(f"--config.{key}={value}" for key, value in settings.items()),
         ]
@@ -262,11 +260,7 @@ class Processes:
             command += ["--peer_deadline_s=8"]
         self.all = [
             subprocess.Popen(
-                [
-                    *command,
-                    *(others if index == num - 1 else []),
-                    *([f"--process_id={index}"] if num > 1 else []),
-                ],
+                [*command, *([f"--process_id={index}"] if num > 1 else [])],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,

@@ -282,7 +282,8 @@ def test_jobs_and_meshes_repeat_train(tiny_world, tmp_path, quick_compilation, n
         settings |= {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
         environment |= with_devices(8)
     for module in ("jaxrl.launch", "examples.grpo_loop"):
-        command = [sys.executable, "-m", module, f"--config=configs/debug_tiny.py:{tiny_world}"]
+        command = [sys.executable, "-m", "tests.one_size", module]
+        command += [f"--config=configs/debug_tiny.py:{tiny_world}"]
         command += [f"--config.{name}={value}" for name, value in settings.items()]
         command += [f"--workdir={tmp_path / module}"]
         if num_processes > 1:

@@ -109,7 +109,7 @@ def test_two_processes_take_the_steps_of_one(tiny_world, tmp_path, environment):
         **{"sft.num_steps": 1, "num_steps": 1, "eval.suites": "()", **SIZES, **SEED},
         "stages": "('sft', 'train')",
         "loss.entropy_coef": 0.1,  # a gradient for any rewards
-        **{"model.remat": "none", "rollout.max_num_seqs": 2},  # less to compile
+        "rollout.max_num_seqs": 2,  # less to compile
     }
     for num in (1, 2):
         job = Processes(tiny_world, tmp_path / str(num), environment, num, **changes)
