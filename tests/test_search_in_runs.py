@@ -24,7 +24,10 @@ from tests.runs import (
     without_usage,
 )
 
-pytestmark = [pytest.mark.minutes, pytest.mark.usefixtures("quick_compilation", "no_pictures")]
+pytestmark = [
+    pytest.mark.minutes,
+    pytest.mark.usefixtures("quick_compilation", "no_pictures", "one_size"),
+]
 
 DEADLINES = {
     "search.http.timeout_s": 0.4,
