@@ -363,7 +363,7 @@ def planned_bytes(
         return memory.plan_update(config, model, target, "train").peak
     rollout = memory.plan_rollout(config, model, target)
     names = ("decode weights", "KV cache", "states of recurrent layers")
-    held = sum(rollout.kept.get(name, 0) for name in names)
+    held = sum(rollout.persistent.get(name, 0) for name in names)
     return held + sum(rollout.moments[part].values())
 
 

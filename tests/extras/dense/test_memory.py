@@ -28,12 +28,12 @@ def test_a_plan_has_room_for_the_search():
     held, working = count_search_bytes(config, WIKIPEDIA, 8, "gpu")
     update, rollout = plan.phases
     for phase in plan.phases:
-        assert {name: phase.kept[name] for name in held} == held
+        assert {name: phase.persistent[name] for name in held} == held
     assert update.peak == bare.phases[0].peak + sum(held.values())
-    assert rollout.kept["searching"] == working["searching"]
+    assert rollout.persistent["searching"] == working["searching"]
     # The cache takes what is left of a device: it has less by what the search takes.
     assert rollout.peak <= target.usable
-    assert rollout.kept["KV cache"] <= bare.phases[-1].kept["KV cache"]
+    assert rollout.persistent["KV cache"] <= bare.phases[-1].persistent["KV cache"]
     on_cpu = memory.make_plan(dense_run(**{"search.dense.devices": "cpu"}, **kl), QWEN_7B, target)
     assert on_cpu.peak == bare.peak
 
