@@ -25,5 +25,5 @@ def test_the_states_lie_beside_an_update_of_a_run_one_step_ahead():
     # 32 states in 18 layers: 16 heads of 128 x 128, and three tokens of 3 x 16 x 128 channels.
     size = 32 * 18 * 4 * (16 * 128 * 128 + 3 * 3 * 16 * 128)
     phase = memory.plan_update(config, model, target, "train")
-    assert phase.kept["states of recurrent layers"] == size
-    assert memory.plan_rollout(config, model, target).kept["states of recurrent layers"] == size
+    assert phase.persistent["states of recurrent layers"] == size
+    assert memory.plan_rollout(config, model, target).persistent["states of recurrent layers"] == size
