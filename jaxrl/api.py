@@ -824,7 +824,7 @@ def _join_job(
     process_id: int | None,
     cluster: str | None,
 ) -> MonitorClient | None:
-    """Join the multi-process job until the stack is closed; return None for a single process."""
+    """Join the multi-process job, and leave it when the stack closes; None for a single process."""
     job = find_job(
         coordinator=coordinator,
         num_processes=num_processes,

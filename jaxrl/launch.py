@@ -270,7 +270,8 @@ def _run(
 class PreparedRun:
     """Validated run with its components. See `run.run` for the fields.
 
-    `step` is the checkpoint to evaluate and export instead of running the stages.
+    If `step` is set, calling this evaluates and exports the checkpoint of that step, and runs no
+    stages.
     """
 
     settings: Settings
@@ -329,7 +330,7 @@ def prepare_run(
     from jaxrl.builders.resolved import check_tracker_packages
     from jaxrl.runtime import distributed, resume
     from jaxrl.runtime.compilation_cache import use_compilation_cache
-    from jaxrl.runtime.host_memory import trim_memory_after_compiling
+    from jaxrl.runtime.host_memory import enable_memory_trimming
 
     # Run cheap checks first, so that a run that cannot start writes and compiles nothing.
     record = resume.read_record(workdir, accept_changes=accept_changes)
@@ -356,7 +357,7 @@ def prepare_run(
     halves_micro_rows = config.optimizer.micro_rows == 0  # replaced by the next line
     notes += _fit_memory(config, workdir, ignore_memory_plan=ignore_memory_plan)
     use_compilation_cache(config.compilation_cache, display.log)
-    trim_memory_after_compiling()
+    enable_memory_trimming()
     # Prompts may contain the time; all processes must render the same one.
     now = datetime.fromisoformat(
         distributed.broadcast(resume.read_prompt_time(workdir).isoformat())

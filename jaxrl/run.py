@@ -13,7 +13,7 @@ import jax
 
 from jaxrl.builders.components import RunComponents
 from jaxrl.config.keys import import_optional
-from jaxrl.config.schema import flatten_pairs
+from jaxrl.config.schema import flatten_to_pairs
 from jaxrl.evaluate import evaluate, run_suites
 from jaxrl.logs.display import Display
 from jaxrl.logs.tokens import make_token_logger
@@ -387,7 +387,7 @@ def apply_rollback(
 
 def make_origin(settings: Settings, contents: Mapping[str, str]) -> dict[str, Any]:
     """Return the configuration and file fingerprints, which are compared on resume."""
-    return {"config": dict(flatten_pairs(settings.values)), "contents": dict(contents)}
+    return {"config": dict(flatten_to_pairs(settings.values)), "contents": dict(contents)}
 
 
 def load_initial_params(run_state: RunState) -> Params:
@@ -441,10 +441,11 @@ REPORT = "jaxrl.extras.view.report:write_report_or_warn"
 def build_restore_targets(
     components: Components, saved: dict[str, Any], restores_finished_stage: bool = False
 ) -> dict[str, Any]:
-    """Return abstract arrays for the items to restore from a checkpoint with progress `saved`.
+    """Return abstract arrays for the items to restore from a checkpoint, given its saved progress.
 
-    The items include the optimizer and the reference policy if a stage is in progress or
-    `restores_finished_stage` is set.
+    Always includes the parameters. If a stage is in progress, or finished and
+    `restores_finished_stage` is set, also includes its optimizer state and, in stage `train`, the
+    reference policy if the method has one.
     """
     progress = Progress.from_json(saved, components.method)
     trained, mesh = components.model.trained, components.mesh

@@ -35,7 +35,7 @@ from jaxrl.envs.base import (
     ToolResults,
     Turn,
 )
-from jaxrl.envs.images import Picture, Pictured, UnreadableImageError
+from jaxrl.envs.images import Picture, TextWithImages, UnreadableImageError
 from jaxrl.envs.protocol import qwen, search_r1
 from jaxrl.envs.search.base import EmptySearch
 from jaxrl.envs.search_env import SearchEnv
@@ -574,7 +574,7 @@ class Zoom(Tool):
     name, blank = "zoom", "nothing to look at"
 
     def run(self, call, /):
-        return Pictured(f"a look at <search>{call}</search>", [Picture(data=b"png")])
+        return TextWithImages(f"a look at <search>{call}</search>", [Picture(data=b"png")])
 
 
 class TestTools:

@@ -241,7 +241,7 @@ def build(
                 "config.eval has the suite 'blank_images', but the model in config.model.path "
                 "does not support images; remove the suite."
             )
-        controls["blank_images"] = make_shared_rollout(envs, processor.make_blank())
+        controls["blank_images"] = make_shared_rollout(envs, processor.make_blank_processor())
     return RunComponents(
         mesh=mesh,
         model=model,
@@ -430,7 +430,7 @@ def read_model_and_tokenizer(
 def collect_template_notes(tokenizer: Tokenizer) -> list[str]:
     """Return notes and warnings about the chat template, given the prompts rendered so far."""
     notes = []
-    if end := tokenizer.unknown_message_end:
+    if end := tokenizer.unlisted_end_token:
         known = ", ".join(tokenizer.decode([id]) for id in tokenizer.eos_ids)
         notes.append(
             f"warning: the chat template ends messages with {end}, but only {known} stops the "
@@ -622,7 +622,7 @@ def build_engine(
     cache = capacity.CacheSizes.compute(c, policy.unwrapped, mesh, jax.process_count(), page_tokens)
     num_pages = cache.compute_num_pages(c, platform)
     if num_pages is None:
-        num_pages = count_free_pages(c, policy.unwrapped, page_tokens)
+        num_pages = compute_num_cache_pages(c, policy.unwrapped, page_tokens)
     engine = kind(
         policy.with_kernels(sampling_mesh, experts=c.model.experts, check_dtype=c.model.dtype),
         sampling_mesh,
@@ -652,7 +652,7 @@ def build_engine(
     return engine
 
 
-def count_free_pages(c: ResolvedConfig, model: Architecture, page_tokens: int) -> int:
+def compute_num_cache_pages(c: ResolvedConfig, model: Architecture, page_tokens: int) -> int:
     """Return the number of KV-cache pages that fit in the memory the plan leaves free."""
     page_counter = import_optional(PAGE_COUNTER)
     if page_counter is None:
@@ -663,7 +663,7 @@ def count_free_pages(c: ResolvedConfig, model: Architecture, page_tokens: int) -
     return int(page_counter(c, model, page_tokens))
 
 
-PAGE_COUNTER = "jaxrl.extras.plan.fitting:count_free_pages"
+PAGE_COUNTER = "jaxrl.extras.plan.fitting:compute_num_cache_pages"
 """Function that computes how many cache pages fit into a device's free memory."""
 
 

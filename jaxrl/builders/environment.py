@@ -244,7 +244,8 @@ def build_random_searches(
 def check_documents(c: ResolvedConfig, show: Callable[[str], None]) -> None:
     """Check the documents of a corpus that is not indexed yet, if the run has an SFT stage.
 
-    Otherwise, errors would only appear after the demonstrations are encoded, minutes later.
+    Without this check, errors would appear only after the demonstrations are encoded, minutes
+    later.
 
     Raises:
         FileNotFoundError, ValueError: The corpus is missing or empty, or a document is malformed.

@@ -29,7 +29,7 @@ from jaxrl.models.initial_weights import load_frozen_params
 from jaxrl.models.policy import Model
 from jaxrl.runtime.checkpoint import read_latest_position, restore_params
 from jaxrl.runtime.compilation_cache import use_compilation_cache
-from jaxrl.runtime.host_memory import trim_memory_after_compiling
+from jaxrl.runtime.host_memory import enable_memory_trimming
 from jaxrl.runtime.resume import add_code_folders, check_checkpoint_exists, read_prompt_time
 from jaxrl.runtime.sharding import compute_mesh_sizes, make_restore_target, param_shardings
 from jaxrl.sampling.weights import donate
@@ -94,7 +94,7 @@ def load_saved_run(
     # Build for this host's devices, then load the weights.
     fit_config_to_host(config)
     use_compilation_cache(config.compilation_cache, display.log)
-    trim_memory_after_compiling()
+    enable_memory_trimming()
     components = build(resolved, display.show_activity, now=read_prompt_time(run))
     for note in components.notes:
         display.log(note)

@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 from jaxrl.config.keys import is_finite, reject_value
 from jaxrl.config.loading import check_keys, coerce_to_default_type
-from jaxrl.config.schema import KEYS, flatten_pairs
+from jaxrl.config.schema import KEYS, flatten_to_pairs
 
 SECTIONS = ("tasks", "prompt", "env", "search", "reward")
 """Sections that an environment may override."""
@@ -51,7 +51,7 @@ def split_config(config: ConfigDict) -> dict[str, tuple[float, ConfigDict]]:
             )
         if not isinstance(values, Mapping):
             reject_value(section, values, "a mapping of keys, such as {'weight': 0.5}")
-        pairs = flatten_pairs(dict(values))
+        pairs = flatten_to_pairs(dict(values))
         repeated = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
         if repeated:
             raise ValueError(f"config.{section} sets {repeated[0]} twice, nested and with dots.")
@@ -81,7 +81,7 @@ def expand_environments(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Replace `environments` in a flat configuration with keys `environments.<name>.<key>`."""
     expanded = {key: value for key, value in flat.items() if key != "environments"}
     for name, values in (flat.get("environments") or {}).items():
-        pairs = flatten_pairs(values) if isinstance(values, Mapping) else []
+        pairs = flatten_to_pairs(values) if isinstance(values, Mapping) else []
         expanded |= {f"environments.{name}.{key}": value for key, value in pairs}
     return expanded
 

@@ -40,7 +40,7 @@ REPLAY = ("off", "record", "only")
 
 @dataclass(frozen=True)
 class Key:
-    """A configuration key and the constraints on its value. See `Rule` for rules across keys."""
+    """A configuration key and the constraints on its value. See `Rule` for cross-key rules."""
 
     default: Any  # None: a switch whose default depends on the platform
     meaning: str  # Markdown, with the unit
@@ -148,7 +148,7 @@ def reject_value(key: str, value: Any, expected: str) -> None:
 
 @dataclass(frozen=True)
 class Rule:
-    """Rule across keys whose violation is an error or a warning."""
+    """Cross-key validation rule. A violation is an error or a warning."""
 
     key: str  # key to change
     is_violated: Callable[[ConfigDict], bool]
@@ -157,7 +157,7 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class ExtraKeys:
-    """Keys of an extra, with rules across keys and warnings about unusual settings."""
+    """Keys of an extra, with cross-key rules and warnings about unusual settings."""
 
     keys: Mapping[str, Key] = field(default_factory=dict)
     rules: tuple[Rule, ...] = ()

@@ -18,7 +18,7 @@ from jaxrl.config.schema import (
     convert_lists_to_tuples,
     explain_unknown_key,
     find_missing_extra,
-    flatten_pairs,
+    flatten_to_pairs,
 )
 from jaxrl.utils.callables import format_failure
 from jaxrl.utils.paths import suggest_path
@@ -114,7 +114,7 @@ def load_values(config: ConfigDict, path: str, *, skip_missing: bool = False) ->
     values = _read_yaml(file)
     if not isinstance(values, dict):
         raise ValueError(f"{path} contains a {type(values).__name__}; expected keys and values.")
-    pairs = flatten_pairs(values)
+    pairs = flatten_to_pairs(values)
     flat = dict(pairs)
     for key, count in Counter(key for key, _ in pairs).items():
         if count > 1:

@@ -2,7 +2,7 @@
 
 Value checks, `default_config()`, the comparison on resume and the tables in docs/configuration.md
 derive from `KEYS`. Extras define additional keys in `extras/*/keys.py`. Those files and
-`jaxrl/builders/validation.py` define the rules across keys.
+`jaxrl/builders/validation.py` define the cross-key rules.
 """
 
 from __future__ import annotations
@@ -827,12 +827,12 @@ MAPPING_EXAMPLES = {
 _SECTIONS_WITH_MAPPINGS = {key.rpartition(".")[0] for key in MAPPING_EXAMPLES}
 
 
-def flatten_pairs(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+def flatten_to_pairs(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     """Flatten nested values to (dotted key, value) pairs, in order, including duplicates."""
     flat: list[tuple[str, Any]] = []
     for key, value in values.items():
         if isinstance(value, dict) and f"{prefix}{key}" not in MAPPING_EXAMPLES:
-            flat += flatten_pairs(value, f"{prefix}{key}.")
+            flat += flatten_to_pairs(value, f"{prefix}{key}.")
         else:
             flat.append((f"{prefix}{key}", convert_lists_to_tuples(value)))
     return flat
@@ -852,12 +852,12 @@ def convert_lists_to_tuples(value: Any) -> Any:
 
 def flatten(config: ConfigDict) -> dict[str, Any]:
     """Return the values of a configuration by dotted key."""
-    return dict(flatten_pairs(config.to_dict()))
+    return dict(flatten_to_pairs(config.to_dict()))
 
 
 def read_flat_config(path: Path) -> dict[str, Any]:
     """Read a workdir's `config.json` and return its values by dotted key."""
-    return dict(flatten_pairs(read_object(path)))
+    return dict(flatten_to_pairs(read_object(path)))
 
 
 def serialize_config(config: ConfigDict) -> str:

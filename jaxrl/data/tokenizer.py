@@ -384,11 +384,11 @@ class Tokenizer:
         )
 
     @property
-    def unknown_message_end(self) -> str:
+    def unlisted_end_token(self) -> str:
         """Added token that the template writes after messages and `eos_ids` lacks; "" if none."""
         ids = self.encode(self._template.message_end.strip())[:1]
-        is_unknown = bool(ids) and ids[0] in self._added_ids and ids[0] not in self.eos_ids
-        return self.decode(ids) if is_unknown else ""
+        is_unlisted = bool(ids) and ids[0] in self._added_ids and ids[0] not in self.eos_ids
+        return self.decode(ids) if is_unlisted else ""
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decode `ids`, including special tokens. Invalid UTF-8 becomes U+FFFD."""

@@ -32,8 +32,8 @@ class OutageError(ToolError):
     """Error for a tool or judge outage that has lasted longer than the run allows.
 
     Attributes:
-        fallback: Result to show instead; the episode then ends as an environment error. None to
-            stop the run.
+        fallback: Tool result to use instead of stopping the run; the episode then ends with an
+            environment error. If None, the run stops.
     """
 
     def __init__(self, message: str, *, fallback: str | None = None) -> None:
@@ -153,7 +153,7 @@ class StepResult:
 
     The episode ends if `outcome` is set. Otherwise, the model continues after the `observation`, if
     any. With an `error` but no outcome, the observation is a fallback, and the episode
-    later ends as an environment error.
+    later ends with an environment error.
     """
 
     observation: Observation | ToolResults | None = None
@@ -244,8 +244,8 @@ class Env(Protocol):
     """Environment interface. Methods handle a batch of episodes.
 
     If a method raises or returns the wrong type, or if `step` misses its deadline, the affected
-    episodes end as environment errors. If `step` raises an `OutageError` without a fallback, the
-    run ends.
+    episodes end with an environment error. If `step` raises an `OutageError` without a fallback,
+    the run ends.
 
     An environment with a custom rollout also has a `make_rollout` method, which builds it from the
     sampler, the other arguments of `sampling.episodes.BaseRollout`, and `log`, a callback for log

@@ -45,22 +45,22 @@ class Picture:
         return self.path or f"an image of {len(self.data):,} bytes"
 
 
-class Pictured(str):
-    """A tool result followed by images: `Pictured("two", images=[image])`."""
+class TextWithImages(str):
+    """Tool result followed by images: `TextWithImages("two", images=[image])`."""
 
     __slots__ = ("images",)
     images: tuple[Picture, ...]
 
-    def __new__(cls, text: str, images: Iterable[Picture]) -> Pictured:
+    def __new__(cls, text: str, images: Iterable[Picture]) -> TextWithImages:
         """Create text with attached images. `str` methods return text without them."""
-        pictured = super().__new__(cls, text)
-        pictured.images = tuple(images)
-        return pictured
+        instance = super().__new__(cls, text)
+        instance.images = tuple(images)
+        return instance
 
 
 def attached_images(text: str) -> tuple[Picture, ...]:
-    """Return the images of a `Pictured`; () for other text."""
-    return text.images if isinstance(text, Pictured) else ()
+    """Return the images of a `TextWithImages`; () for other text."""
+    return text.images if isinstance(text, TextWithImages) else ()
 
 
 def parse_picture(value: Any, folder: Path) -> Picture:

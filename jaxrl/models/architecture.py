@@ -203,7 +203,7 @@ class Architecture(ABC):
     @classmethod
     @abstractmethod
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> Architecture:
-        """Build the model from a parsed `config.json`; `source` names the file in errors.
+        """Create the architecture from a parsed `config.json`; `source` names the file in errors.
 
         Raises:
             ValueError: The model needs an unsupported feature.

@@ -323,7 +323,10 @@ def _find_unused_tensors(config: Architecture, stored: Iterable[str]) -> set[str
 def open_canonical_tensors(
     config: Architecture, folder: Path, log: LogCallback = lambda _: None
 ) -> dict[str, StoredTensor]:
-    """Open and validate an HF folder's tensors, by `hf_names`; raises the errors of `load_hf`."""
+    """Open and validate the tensors in an HF folder; return them by their names in `hf_names`.
+
+    Raises the same errors as `load_hf`.
+    """
     stored = open_and_validate(folder, config, log)
     return {canonicalize_name(config, name): tensor for name, tensor in stored.items()}
 

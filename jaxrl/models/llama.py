@@ -26,7 +26,7 @@ class LlamaConfig(QwenConfig):
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> LlamaConfig:
-        """Build the model from a `config.json`; missing fields get transformers' defaults.
+        """Create the config from a `config.json`; missing fields get transformers' defaults.
 
         Raises:
             ValueError: The file requires an architecture or feature that no parity test covers.

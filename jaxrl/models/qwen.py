@@ -47,7 +47,7 @@ class QwenConfig(Decoder):
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> QwenConfig:
-        """Build the model from a `config.json`, with old or new field names.
+        """Create the config from a `config.json`, with old or new field names.
 
         Raises:
             ValueError: The file requires an architecture or feature that no parity test covers.

@@ -438,7 +438,7 @@ def _finish_interrupted_changes(folder: Path) -> None:
 
 
 def make_optimizer_items(state: TrainState) -> dict[str, Any]:
-    """Return the items of a training state to save, except the parameters."""
+    """Return the checkpoint items for the optimizer state and the update counters."""
     return {
         "opt_state": state.opt_state,
         "num_updates": state.num_updates,

@@ -33,7 +33,7 @@ def _load_malloc_trim() -> Callable[[int], Any]:
 
 
 @functools.cache
-def trim_memory_after_compiling() -> None:
+def enable_memory_trimming() -> None:
     """Call `trim_memory` after each long compilation from now on."""
 
     def on_event(event: str, duration_secs: float, **_: str | int) -> None:

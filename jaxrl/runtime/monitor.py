@@ -295,7 +295,10 @@ class Monitor:
         return None
 
     def _check_failure(self) -> ProcessLoss | None:
-        """Return the first failure if no other process was lost within `FAILURE_WAIT_S`."""
+        """Return the first failure once `FAILURE_WAIT_S` has passed since its report, else None.
+
+        A process that is lost in the meantime takes precedence.
+        """
         if (
             self._first_failure is None
             or time.monotonic() - self._first_failure[0] < FAILURE_WAIT_S

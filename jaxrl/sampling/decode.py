@@ -340,7 +340,7 @@ class Programs:
     def _recur_over_blocks(
         self, blocks: PrefillBlocks, states: State, advance: Advance, inputs: Any
     ) -> tuple[jax.Array, State]:
-        """Advance the states of rows by their blocks, in order; see `CachedRecur`."""
+        """Advance each row's recurrent state over its token blocks, in order; see `CachedRecur`."""
         shards, size = num_pieces(self.mesh), self.block_tokens
         assert blocks.state_slots is not None
 
@@ -590,7 +590,7 @@ class Programs:
 
     @property
     def copies_pages(self) -> bool:
-        """Return True if a chunk reads a copy of the past instead of the pages."""
+        """Return True if each chunk first copies the cached keys and values out of their pages."""
         return self.kernels.past is not None and not self.scan_layers
 
     def _make_chunk_attention(

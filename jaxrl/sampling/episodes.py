@@ -1,4 +1,4 @@
-"""Environment episodes (prompts, replies, rewards), with turns from any source.
+"""Environment episodes (prompts, replies, rewards), independent of what generates the turns.
 
 Rollouts derive from `BaseRollout`, which converts between tokens and text; `demonstrations.py` uses
 the same functions. Environment output is encoded once, when it is appended.

@@ -147,7 +147,7 @@ class Processor(Protocol):
     def with_images(self, groups: Iterable[Group]) -> list[Group]:
         """Reload the images of groups that come from another process or a checkpoint."""
 
-    def make_blank(self) -> Processor:
+    def make_blank_processor(self) -> Processor:
         """Return a processor that replaces every image with a blank image of the same size."""
 
 

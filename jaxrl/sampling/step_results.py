@@ -1,4 +1,4 @@
-"""Validate environment results: types, and values that JSON can represent."""
+"""Validate environment results: check types and that all values are JSON-serializable."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from jaxrl.types import Batch
 
 @dataclass(frozen=True, kw_only=True)
 class MinibatchPiece:
-    """Part of a mini-batch with the stage's shape, on the host and on the devices."""
+    """Part of a mini-batch, padded to the stage's `BatchShape`, with its host and device copies."""
 
     packed: PackedBatch
     batch: Batch

@@ -37,7 +37,7 @@ class TokenSequence(Protocol):
 
     @property
     def contexts(self) -> tuple[tuple[int, int], ...]:
-        """Start of each context after the first, and its repeated tokens; see `Trajectory`."""
+        """(start, number of repeated tokens) of each context after the first; see `Trajectory`."""
 
     @property
     def attachments(self) -> tuple[Attachment, ...]:

@@ -21,7 +21,10 @@ from jaxrl.utils.callables import NamedFunction
 
 
 def make_policy_loss(method: Method) -> TokenLoss:
-    """Return the policy loss with KL and entropy terms. Equal settings share one function."""
+    """Return the policy loss with KL and entropy terms.
+
+    Cached: equal settings return the same function, so compiled programs are reused.
+    """
     settings = method.loss, method.kl
     return get_or_make(partial(_build_policy_loss, *settings), name="policy loss", key=settings)
 

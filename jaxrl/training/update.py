@@ -131,9 +131,9 @@ class MicroBatchLoop:
     """Loop that accumulates over micro-batches: `sums = loop(params, sums, batch, packed)`.
 
     Without attachments, the host never waits for the devices. On a GPU, each program call runs one
-    micro-batch, because a loop of dynamic length would make the host wait. On other devices, a call
-    runs consecutive micro-batches with the same logit capacity: on a CPU, allocating the memory of
-    each call takes a quarter of its time.
+    micro-batch, because a loop of dynamic length would make the host wait. On other devices, one
+    call runs all consecutive micro-batches that have the same logit capacity. On a CPU, with one
+    call per micro-batch, memory allocation would take a quarter of the time.
 
     With attachments, each call runs one micro-batch. Its patches are transferred while the previous
     micro-batch runs, so devices hold the patches of at most two micro-batches.

@@ -8,7 +8,7 @@ import urllib.parse
 import pytest
 
 from jaxrl.envs.base import OutageError, ToolError
-from jaxrl.envs.images import Picture, Pictured, attached_images
+from jaxrl.envs.images import Picture, TextWithImages, attached_images
 from jaxrl.envs.search.http_retriever import HttpRetriever
 from jaxrl.envs.search.recording import Recording
 from jaxrl.envs.search.resilient import ResilientSearch, RetryConfig
@@ -91,7 +91,7 @@ class Leaky(Tool):
             case "out":
                 raise OutageError(f"down: {KEY}", fallback="x")
             case "show":
-                return Pictured(f"see {KEY}", [Picture(data=b"x")])
+                return TextWithImages(f"see {KEY}", [Picture(data=b"x")])
         return f"with {KEY}"
 
 

@@ -19,7 +19,7 @@ def is_refusal(answer: str) -> bool:
 
 
 def is_abstention(response: str) -> bool:
-    """Return True if the first closed answer of a response says "I don't know"."""
+    """Return True if the first complete `<answer>` block says "I don't know"."""
     span = _extract_first_answer(response)
     return span is not None and is_refusal(span)
 
@@ -61,7 +61,7 @@ def follows_bapo_format(response: str, *, tools: Sequence[str] = ("search", "pyt
 
 
 def extract_boxed_answer(response: str) -> str | None:
-    r"""Return the last balanced `\boxed{..}` in the first closed answer, or None."""
+    r"""Return the last balanced `\boxed{..}` in the first complete `<answer>` block, or None."""
     span = _extract_first_answer(response)
     return None if span is None else extract_last_boxed(span)
 

@@ -1,6 +1,6 @@
 """Search engine wrapper with cache, rate limit, retries and outage handling.
 
-A query passes these stages in order:
+A query goes through these stages in order:
 
 1. Cache: results of earlier queries.
 2. Sharing: a query that is already in flight for another episode is not sent again.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from jaxrl.envs.base import CallRecord, ToolError
-from jaxrl.envs.images import Pictured
+from jaxrl.envs.images import TextWithImages
 from jaxrl.utils.concurrency import format_error, parallel_map
 from jaxrl.utils.secrets import redact
 
@@ -74,8 +74,8 @@ class Tool(abc.ABC):
     def run(self, call: str, /) -> str:
         """Run a call and return its result, which may describe an error in the model's call.
 
-        Identical calls must return identical results of bounded length. The result may be a
-        `Pictured`, except for search engines.
+        Identical calls must return identical results of bounded length. The result may
+        include images (`TextWithImages`), except from a search engine.
 
         Raises:
             ToolError: The tool failed, not the model's call.
@@ -227,9 +227,9 @@ def _validate_result(tool: Tool, answer: object) -> str | ToolError:
     """Return a redacted result, or a ToolError if it is not text."""
     if isinstance(answer, ToolError):
         return _to_tool_error(answer)
-    if isinstance(answer, Pictured):
+    if isinstance(answer, TextWithImages):
         if tool.name != "search":
-            return Pictured(redact(answer), answer.images)
+            return TextWithImages(redact(answer), answer.images)
     elif isinstance(answer, str):
         return str(redact(answer))
     return ToolError(f"{tool.name} returned {type(answer).__name__}; expected text")

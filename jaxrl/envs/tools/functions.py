@@ -106,7 +106,7 @@ class FunctionTool(JsonTool):
                 f"{self.name}: no answer within {self._deadline_s:g} s "
                 "(config.env.search.tool_deadline_s)"
             ) from error
-        if isinstance(result, str):  # or `Pictured`
+        if isinstance(result, str):  # or `TextWithImages`
             return result
         try:
             return json.dumps(result, ensure_ascii=False)

@@ -253,7 +253,7 @@ def _preallocate(build_folder: Path, size: int) -> None:
 
 
 def _find_earlier_vectors(spec: IndexSpec) -> np.ndarray:
-    """Return the vectors of the longest indexed prefix of this corpus; [0, D] if none exists."""
+    """Return the vectors of the longest indexed prefix of this corpus; empty if none exists."""
     folders: dict[str, tuple[Path, int]] = {}
     for file in spec.index_dir.glob(f"dense-*/{_MANIFEST}"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):

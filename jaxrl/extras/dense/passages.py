@@ -43,7 +43,7 @@ _NUM_STDDEVS = 6.0
 """Assumed maximum of int8 rounding errors, in standard deviations."""
 
 
-def split_blocks(num_passages: int, num_devices: int, platform: str) -> tuple[int, int]:
+def compute_block_layout(num_passages: int, num_devices: int, platform: str) -> tuple[int, int]:
     """Return the smallest number of blocks per device, and the number of passages per block.
 
     All blocks have the same size, a multiple of `GROUP_SIZE`.
@@ -74,7 +74,7 @@ def count_device_bytes(
         candidates: Minimum number of candidates per query.
         query_rows: Number of queries per batch.
     """
-    num_blocks, block = split_blocks(num_passages, num_devices, platform)
+    num_blocks, block = compute_block_layout(num_passages, num_devices, platform)
     size, itemsize = num_blocks * block, jnp.dtype(dtype).itemsize
     groups = size // GROUP_SIZE
     return {
@@ -211,7 +211,9 @@ class PassageIndex:
             raise ValueError(f"passage vectors have the shape {vectors.shape}; expected [N, D].")
         self.vectors = vectors
         self._dtype, self._candidates, self._query_rows = dtype, candidates, query_rows
-        num_blocks, self._block = split_blocks(len(vectors), len(devices), devices[0].platform)
+        num_blocks, self._block = compute_block_layout(
+            len(vectors), len(devices), devices[0].platform
+        )
         self._size = num_blocks * self._block
         self._mesh = Mesh(np.array(devices), ("passages",))
         self._max_norm = self._max_scale = 0.0

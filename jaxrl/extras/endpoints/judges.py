@@ -170,7 +170,7 @@ class JudgeEndpoint(EndpointTool):
 
 
 def parse_score(reply: str, settings: JudgeSettings) -> float:
-    """Parse the score in a reply, scaled to 0 to 1.
+    """Parse the score in a reply and rescale it to [0, 1].
 
     Raises:
         ToolError: The reply has no number from `low` to `high`, or matching the pattern timed out.

@@ -24,7 +24,7 @@ from typing import Any
 from jaxrl.data.chat_template import split_at_images
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import Env, OutageError, Outcome, StepResult, ToolError, ToolResults, Turn
-from jaxrl.envs.images import Picture, Pictured, UnreadableImageError, attached_images
+from jaxrl.envs.images import Picture, TextWithImages, UnreadableImageError, attached_images
 from jaxrl.envs.search.resilient import ResilientSearch
 from jaxrl.extras.endpoints.completions import EndpointTool, get_first_choice, wrap_endpoint
 from jaxrl.extras.endpoints.images import make_data_url, prepare_image
@@ -138,7 +138,7 @@ class ChatModel:
                 {**message, "role": role, "content": content, **_format_tool_calls(message)}
             )
         body = {"messages": chat, **sampling, **({"stop": list(stops)} if stops else {})}
-        [response] = self._resilient.answer_all([Pictured(json.dumps(body), images)])
+        [response] = self._resilient.answer_all([TextWithImages(json.dumps(body), images)])
         if isinstance(self._resilient.engine, _ChatEndpoint) and self._resilient.engine.fatal_error:
             raise OutageError(self._resilient.engine.fatal_error)
         if isinstance(response.result, ToolError):

@@ -108,7 +108,7 @@ class QwenMoeConfig(QwenConfig):
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> QwenMoeConfig:
-        """Build the model from a `config.json` with old or new field names.
+        """Create the config from a `config.json` with old or new field names.
 
         Raises:
             ValueError: See `QwenConfig.from_dict`, or the numbers of experts are inconsistent.

@@ -48,18 +48,20 @@ def route(
     _, topk_ids = jax.lax.top_k(jax.lax.stop_gradient(probabilities), top_k)
     differs = None
     if replayed_ids is not None:
-        is_known = is_recorded(replayed_ids, logits.shape[-1])
+        is_valid = has_valid_expert_ids(replayed_ids, logits.shape[-1])
         is_top_k = (topk_ids[:, :, None] == replayed_ids[:, None]).any(axis=-1).all(axis=-1)
-        differs = is_known & ~is_top_k
-        topk_ids = jnp.where(is_known[:, None], replayed_ids.astype(jnp.int32), topk_ids)
+        differs = is_valid & ~is_top_k
+        topk_ids = jnp.where(is_valid[:, None], replayed_ids.astype(jnp.int32), topk_ids)
     topk_weights = jnp.take_along_axis(probabilities, topk_ids, axis=-1)
     if renormalize:
         topk_weights = topk_weights / topk_weights.sum(axis=-1, keepdims=True)
     return Routing(topk_ids, topk_weights, log_probabilities, differs)
 
 
-def is_recorded(replayed_ids: Integer[Array, "M k"], num_experts: int) -> Bool[Array, " M"]:
-    """Return True for tokens with recorded experts, whose indices are valid."""
+def has_valid_expert_ids(
+    replayed_ids: Integer[Array, "M k"], num_experts: int
+) -> Bool[Array, " M"]:
+    """Return True for tokens whose expert ids are valid; without recorded experts, they are not."""
     return (replayed_ids < num_experts).all(axis=-1)
 
 
@@ -164,7 +166,7 @@ def init_results(
         )
         if (replayed_ids := aux.inputs.get(ROUTED_EXPERTS)) is not None:
             num_replayed = (
-                aux.statistics_weights * is_recorded(replayed_ids[:, 0], num_experts)
+                aux.statistics_weights * has_valid_expert_ids(replayed_ids[:, 0], num_experts)
             ).sum()
             usage = replace(usage, num_replayed=num_replayed, differences=table[:, 0])
     return topk_ids, usage

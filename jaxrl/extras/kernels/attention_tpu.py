@@ -106,23 +106,23 @@ def attend_pages(
     Pages are prefetched a few steps ahead. KV heads with few queries share a query matrix. After
     its product with one head's keys, the rows of other heads are discarded.
     """
-    call = make_pages_call(q, keys, tables, limits)
+    spec = make_kernel_spec(q, keys, tables, limits)
     grouped_q, row_limits = group_by_kv_head(
-        q, limits, keys.shape[1] // call.heads_per_matrix, call.num_rows
+        q, limits, keys.shape[1] // spec.heads_per_matrix, spec.num_rows
     )
     out, lse = pl.pallas_call(
         partial(
             _pages_kernel,
             scale=q.shape[3] ** -0.5,
-            heads_per_matrix=call.heads_per_matrix,
+            heads_per_matrix=spec.heads_per_matrix,
             groups=q.shape[2] // keys.shape[1],
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(call.steps),
-            grid=call.grid,
-            in_specs=[call.queries, call.limits, call.pages, call.pages],
-            out_specs=[call.queries, call.lse],
-            scratch_shapes=call.scratch,
+            num_scalar_prefetch=len(spec.steps),
+            grid=spec.grid,
+            in_specs=[spec.queries, spec.limits, spec.pages, spec.pages],
+            out_specs=[spec.queries, spec.lse],
+            scratch_shapes=spec.scratch,
         ),
         out_shape=[
             jax.ShapeDtypeStruct(grouped_q.shape, jnp.float32),
@@ -130,7 +130,7 @@ def attend_pages(
         ],
         interpret=interpret,
         name="attention_pages",
-    )(*call.steps, grouped_q, row_limits[:, :, None], keys, values)
+    )(*spec.steps, grouped_q, row_limits[:, :, None], keys, values)
     out, lse = ungroup_queries(out, lse[..., 0], q.shape)
     reads = (limits > 0)[:, :, None]  # blocks without steps are not written
     return jnp.where(reads[..., None], out, 0.0), jnp.where(reads, lse, EMPTY_LSE)
@@ -166,7 +166,7 @@ class Steps(NamedTuple):
         return cls(tables, num_pages, ends - num_steps, jnp.minimum(blocks, B - 1)), ends[-1]
 
 
-class PagesCall(NamedTuple):
+class KernelSpec(NamedTuple):
     """Grid, block specs and sizes of one kernel call."""
 
     grid: tuple[Any, ...]
@@ -186,8 +186,11 @@ class PagesCall(NamedTuple):
         return [int(self.steps.tables[table_index]) for table_index, is_live in pages if is_live]
 
 
-def make_pages_call(q: Any, keys: Any, tables: Any, limits: Any) -> PagesCall:
-    """Build the call for `attend_pages`. Only shapes and dtypes of `q` and `keys` matter."""
+def make_kernel_spec(q: Any, keys: Any, tables: Any, limits: Any) -> KernelSpec:
+    """Choose the grid, block specs and scratch buffers for `attend_pages`.
+
+    Uses only the shapes of `q` and `keys` and the dtype of `keys`, not their values.
+    """
     (_, Q, N, H), (P, K, page, _) = q.shape, keys.shape
     # Maximize the pages per step and the steps in flight that fit in the buffer.
     page_bytes = 2 * K * page * -(-H // LANES) * LANES * keys.dtype.itemsize
@@ -206,7 +209,7 @@ def make_pages_call(q: Any, keys: Any, tables: Any, limits: Any) -> PagesCall:
     def block_index_map(step: Any, *steps: Any) -> tuple[Any, ...]:
         return Steps(*steps).blocks[step], 0, 0, 0
 
-    return PagesCall(
+    return KernelSpec(
         grid=(jnp.maximum(num_steps, 1),),
         steps=steps,
         queries=pl.BlockSpec((1, heads, num_rows, H), block_index_map),

@@ -16,7 +16,7 @@ from typing import Any, TextIO, cast
 
 from jaxrl.config.keys import reject_value
 from jaxrl.envs.base import ToolError
-from jaxrl.envs.images import Picture, Pictured
+from jaxrl.envs.images import Picture, TextWithImages
 from jaxrl.envs.tools.base import CallError, JsonTool, Tool, check_argument_names
 from jaxrl.utils.concurrency import (
     MAX_ERROR_CHARS,
@@ -341,7 +341,7 @@ def _extract_result_text(result: Any) -> str:
         decoded = [base64.b64decode(data, validate=True) for data in images]
     except ValueError as error:
         raise ToolError(f"an image cannot be read: {error}") from error
-    return Pictured("\n".join(texts), (Picture(data=data) for data in decoded))
+    return TextWithImages("\n".join(texts), (Picture(data=data) for data in decoded))
 
 
 class McpTool(JsonTool):

@@ -58,7 +58,7 @@ def fit_memory(
     return notes
 
 
-def count_free_pages(config: ResolvedConfig, model: Architecture, page_tokens: int) -> int:
+def compute_num_cache_pages(config: ResolvedConfig, model: Architecture, page_tokens: int) -> int:
     """Return the number of cache pages of `page_tokens` tokens that fit on a local device.
 
     The plan assumes the first candidate kernels; the run's kernels and page size may differ.

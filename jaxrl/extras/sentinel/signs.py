@@ -113,7 +113,7 @@ def detect_signs(
     next_state = {
         "steps": [*past, stats][-BASELINE_STEPS:],
         "counts": counts,
-        "best": history.compute_next_best(),
+        "best": history.update_best(),
         "twins": duplicates,
     }
     return next_state, signs
@@ -158,7 +158,7 @@ class History:
         """Return the values of a statistic before the last `RECENT` steps, oldest first."""
         return _get_values(name, self.past[: max(len(self.past) - RECENT + 1, 0)])
 
-    def compute_next_best(self) -> dict[str, Any]:
+    def update_best(self) -> dict[str, Any]:
         """Return `best`, updated with this step."""
         last = [step for step in [*self.past, self.now] if step.get("reward") is not None]
         low = min([*_get_values("reward_min", last), self.best.get("low", math.inf)])

@@ -146,7 +146,10 @@ def parse_reply(text: str, *, has_tools: bool) -> ChatMessage:
 
 
 def _to_client_call(call: ParsedCall | MalformedCall) -> ToolCall | None:
-    """Convert a parsed call for clients; return None if they could not send it back unchanged."""
+    """Convert a parsed call for clients.
+
+    Returns None for a malformed call, or if a client could not send the call back in a request.
+    """
     if not isinstance(call, ParsedCall):
         return None
     try:

@@ -32,7 +32,7 @@ from jaxrl.models.policy import Model
 from jaxrl.models.registry import read_architecture
 from jaxrl.models.wrapper import WrappedArchitecture
 from jaxrl.runtime.compilation_cache import use_compilation_cache
-from jaxrl.runtime.host_memory import trim_memory_after_compiling
+from jaxrl.runtime.host_memory import enable_memory_trimming
 from jaxrl.runtime.resume import read_prompt_time
 from jaxrl.runtime.sharding import make_mesh
 from jaxrl.sampling.stop_strings import StopAutomaton
@@ -114,7 +114,7 @@ def load_model(
     rollout.max_prompt_tokens = rollout.max_total_tokens - 1
     rollout.max_num_seqs *= -(-rows // rollout.max_num_seqs)  # a multiple of the mesh's minimum
     use_compilation_cache(config.compilation_cache, display.log)
-    trim_memory_after_compiling()
+    enable_memory_trimming()
     mesh = make_mesh(**config.mesh)
     now = read_prompt_time(path) if is_run(path) else None
     architecture, tokenizer = read_model_and_tokenizer(

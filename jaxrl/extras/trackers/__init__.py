@@ -1,6 +1,6 @@
 """Trackers that need a package: Weights & Biases, MLflow and Trackio.
 
-Each continues its run after a restart. The step in the tracker is the record's index, since stages
-share global steps. A restart repeats some records, which the tracker already has; they are not sent
-again, even if a rollback has changed them.
+Each tracker continues its run after a restart. The tracker's step is the index of the record,
+because the same global step can occur in two stages. Records that a restart writes again are not
+resent, even if a rollback has changed them.
 """

@@ -88,7 +88,7 @@ def write_report_or_warn(workdir: Path, log: Callable[[str], None]) -> None:
 
 
 def collect_responses(viewer: Viewer) -> dict[str, Any]:
-    """Collect the JSON responses to embed in the static page, by address.
+    """Collect the JSON responses to embed in the static page, keyed by address.
 
     Complete trajectories come first, then complete answers, up to `MAX_DETAIL_BYTES`.
     """

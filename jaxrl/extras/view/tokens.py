@@ -102,7 +102,7 @@ class Tokens:
         name = "old_logprobs" if self.record.get("new_logprobs") is None else "new_logprobs"
         return self.map_values(lambda value, reference: value - reference, name, "ref_logprobs")
 
-    def compute_sampler_gaps(self) -> Values:
+    def compute_logprob_diffs(self) -> Values:
         """Compute `old_logprobs - rollout_logprobs` in nats; None without a sampler logprob.
 
         Observations, which are trained on if `loss.mask_observations` is False, have no sampler
@@ -138,7 +138,7 @@ def compute_quantities(tokens: Tokens) -> list[dict[str, Any]]:
             "signed",
             tokens.compute_reference_log_ratios,
         ),
-        ("gap", "trainer minus sampler", "nats", "signed", tokens.compute_sampler_gaps),
+        ("gap", "trainer minus sampler", "nats", "signed", tokens.compute_logprob_diffs),
         ("kl_weight", "weight of the KL term", "", "amount", read_recorded("kl_weights")),
         ("weight", "weight in the loss", "", "amount", read_recorded("token_weights")),
     ]

@@ -84,8 +84,9 @@ class Viewer:
     def get_answers(self, run_index: int, suite: int) -> list[dict[str, Any]]:
         """Return the held-out answers of a suite in the first and last evaluation.
 
-        Each item is a row of the last evaluation, with the row of an earlier first evaluation as
-        `before`, and the `addresses` of the complete records.
+        Each item is a row of the last evaluation plus two keys: `before`, the same sample's row in
+        the first evaluation (None if there is none, or only one evaluation), and `addresses`, which
+        locate the complete records.
         """
         run = self.runs[run_index]
         name = facts.list_suites(run)[suite]

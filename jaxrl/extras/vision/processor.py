@@ -118,7 +118,7 @@ class HFImageProcessor:
         """Return the number of tokens of a preprocessed image."""
         return image.num_patches // self.patches_per_token
 
-    def make_blank(self) -> BlankProcessor:
+    def make_blank_processor(self) -> BlankProcessor:
         """Return a processor that replaces images with blank images."""
         return BlankProcessor(self)
 

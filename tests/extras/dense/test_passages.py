@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxrl.extras.dense import passages as module
-from jaxrl.extras.dense.passages import DTYPES, PassageIndex, split_blocks
+from jaxrl.extras.dense.passages import DTYPES, PassageIndex, compute_block_layout
 from tests.extras.dense.mesh_search import brute_force, corpus_and_queries, unit
 from tests.helpers import ROOT, with_devices
 
@@ -51,7 +51,7 @@ def test_several_blocks_and_parts_of_a_file(tmp_path, monkeypatch):
     vectors, queries = corpus_and_queries(num_passages=700)
     file = np.memmap(tmp_path / "vectors", jnp.bfloat16, "w+", shape=vectors.shape)
     file[:] = vectors
-    assert split_blocks(700, 1, "cpu") == (11, 64)
+    assert compute_block_layout(700, 1, "cpu") == (11, 64)
     wanted = brute_force(np.asarray(file).astype(np.float32), queries, topk=4)
     for dtype in DTYPES:
         found = PassageIndex(file, ONE, dtype=dtype, candidates=8).search(queries, topk=4)

@@ -54,34 +54,34 @@ def random_tables(lengths, rng):
     return tables
 
 
-def make_call(heads, tables, limits):
+def make_spec(heads, tables, limits):
     """Return the kernel's grid for queries of so many blocks below `limits` `[B, Q]`."""
     q = jax.ShapeDtypeStruct((*limits.shape, heads.num_heads, heads.head_dim), jnp.bfloat16)
     pages_shape = int(tables.max()) + 1, heads.num_kv_heads, PAGE, heads.head_dim
     pages = jax.ShapeDtypeStruct(pages_shape, jnp.bfloat16)
-    call = tpu.make_pages_call(q, pages, jnp.asarray(tables), jnp.asarray(limits))
-    return jax.tree.map(lambda x: np.asarray(x) if isinstance(x, jax.Array) else x, call)
+    spec = tpu.make_kernel_spec(q, pages, jnp.asarray(tables), jnp.asarray(limits))
+    return jax.tree.map(lambda x: np.asarray(x) if isinstance(x, jax.Array) else x, spec)
 
 
-def list_copied_pages(call):
+def list_copied_pages(spec):
     """Return the pages that each step copies."""
-    return [call.list_copied_pages(step) for step in range(int(call.grid[0]))]
+    return [spec.list_copied_pages(step) for step in range(int(spec.grid[0]))]
 
 
 def test_decoding_on_a_tpu_copies_live_pages_alone():
     heads, lengths = MODELS["Qwen2.5-7B"], long_tailed_lengths(np.random.default_rng(0))
     tables = random_tables(lengths, np.random.default_rng(1))
-    call = make_call(heads, tables, lengths[:, None])
+    spec = make_spec(heads, tables, lengths[:, None])
     counts = -(-lengths // PAGE)
-    copied = list_copied_pages(call)
-    assert len(copied) == (-(-counts // call.width)).sum() <= counts.sum()
+    copied = list_copied_pages(spec)
+    assert len(copied) == (-(-counts // spec.width)).sum() <= counts.sum()
     expected = [tables[row, :count] for row, count in enumerate(counts)]
     np.testing.assert_array_equal(np.concatenate(copied), np.concatenate(expected))
 
 
 def test_where_nothing_is_live_there_is_one_step_that_copies_nothing():
-    call = make_call(MODELS["Qwen3-0.6B"], np.zeros((4, 3), np.int32), np.zeros((4, 1), np.int32))
-    assert list_copied_pages(call) == [[]]
+    spec = make_spec(MODELS["Qwen3-0.6B"], np.zeros((4, 3), np.int32), np.zeros((4, 1), np.int32))
+    assert list_copied_pages(spec) == [[]]
 
 
 @pytest.mark.parametrize("model", ["Qwen3-0.6B", "Qwen2.5-7B"])
@@ -94,7 +94,7 @@ def test_prefill_on_a_tpu_fetches_the_past_of_each_block_once(model):
     index = np.arange(block)
     limits = np.where(index < counts[:, None], starts[:, None] + index + 1, 0)
     tables = np.arange(10 * len(pieces)).reshape(-1, 10)
-    copied = list_copied_pages(make_call(heads, tables, limits))
+    copied = list_copied_pages(make_spec(heads, tables, limits))
     assert sum(map(len, copied)) == (-(-(starts + counts) // PAGE)).sum()
 
 
