@@ -26,4 +26,6 @@ def test_the_states_lie_beside_an_update_of_a_run_one_step_ahead():
     size = 32 * 18 * 4 * (16 * 128 * 128 + 3 * 3 * 16 * 128)
     phase = memory.plan_update(config, model, target, "train")
     assert phase.persistent["states of recurrent layers"] == size
-    assert memory.plan_rollout(config, model, target).persistent["states of recurrent layers"] == size
+    assert (
+        memory.plan_rollout(config, model, target).persistent["states of recurrent layers"] == size
+    )
