@@ -2,11 +2,12 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from jaxrl import evaluate
-from jaxrl.builders.environment import _check_prices
+from jaxrl.builders.environment import check_prices
 from jaxrl.builders.validation import validate
 from jaxrl.envs.search.bm25 import LocalSearch
 from jaxrl.envs.search.random_search import RandomSearch
@@ -157,13 +158,16 @@ def test_random_search_shows_documents_drawn_by_query_and_seed(base, tiny_world)
 def test_prices_must_name_a_tool_or_judge(tiny_world, warm_model):
     config = configured(tiny_world, warm_model)
     config.reward.judges = {"helpful": {}}
-    config.ledger.prices = {"helpful": 1.0, "search": 1.0}
-    _check_prices(config, ["search"])
-    config.ledger.prices = {"helpfull": 1.0}
+
+    def check(prices):
+        config.ledger.prices = prices
+        check_prices(SimpleNamespace(environments={"": config}, ledger=config.ledger), {"": ()})
+
+    check({"helpful": 1.0, "search": 1.0})
     with pytest.raises(ValueError, match=r"'helpfull'; expected some of search, helpful"):
-        _check_prices(config, ["search"])
+        check({"helpfull": 1.0})
     config.env.name = "my_env.CalculatorEnv"  # which may have tools of its own
-    _check_prices(config, ["search"])
+    check({"helpfull": 1.0})
 
 
 ONE_STEP = """

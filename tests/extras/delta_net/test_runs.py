@@ -49,8 +49,11 @@ def base(world, tmp_path_factory, quick_compilation, one_size, no_pictures):
     return config, workdir
 
 
-def test_sampler_and_trainer_agree(base):
-    _, workdir = base
+def test_sampler_and_trainer_agree(world, tmp_path):
+    """Without sampling a step ahead, the sampler has the weights that the step starts from."""
+    changes = {"rollout.async_level": 0, "eval.every_steps": 0, "eval.final_suites": ()}
+    workdir = tmp_path / "run"
+    assert play(run_settings(world, **SETTINGS | changes), workdir)
     steps = [record for record in records(workdir) if "num_searches/mean" in record]
     assert len(steps) == SETTINGS["num_steps"]
     for record in steps:
