@@ -373,7 +373,7 @@ _ENTRIES: dict[str, Key] = {
     "shaping.boundary_aware": Key(False, "Reward \"I don't know\" in groups without a correct "
         "answer."),
     "shaping.abstention_bonus": Key(0.5, "Reward for an abstention.", at_least=0),
-    "shaping.abstention_rate": Key(0.1, "Fraction of abstentions in a batch above which the "
+    "shaping.abstention_rate": Key(0.1, "Fraction of abstentions in a batch at which the "
         "early stage gives no bonus.", at_least=0, at_most=1),
     "shaping.stage_level": Key(True, "Use an early and a late stage; the late stage starts when "
         "evaluations stop improving."),
