@@ -26,7 +26,7 @@ from jaxrl.utils.text import replace_unencodable_output
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run `jaxrl export`; print the output folder."""
+    """Run `jaxrl export`; print the folder of the model."""
     parser = argparse.ArgumentParser(
         prog="jaxrl export",
         description="Write the model of a checkpoint in Hugging Face format, to FOLDER/export; "
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(format_error_line(error))
     finally:
         display.stop()
-    print(folder)
+    print(folder / "export")
 
 
 def export_run(run: Path, out: Path | None, display: Display, *, step: int | None = None) -> Path:

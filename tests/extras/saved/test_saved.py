@@ -29,7 +29,7 @@ def run(tiny_world, tmp_path_factory, quick_compilation, no_pictures, one_size):
 @pytest.mark.minutes
 def test_export_writes_the_newest_or_an_earlier_checkpoint(run, tmp_path, capsys):
     export.main([str(run)])
-    assert capsys.readouterr().out.splitlines()[-1] == str(run / "steps" / "2")
+    assert capsys.readouterr().out.splitlines()[-1] == str(run / "steps" / "2" / "export")
     for file in ("config.json", "model.safetensors"):
         exported = (run / "steps" / "2" / "export" / file).read_bytes()
         assert exported == (run / "export" / file).read_bytes()
