@@ -47,17 +47,17 @@ class Row:
 STALE = {"optimizer.lr": 1e-3}
 MANY = {**STALE, "optimizer.num_minibatches": 1, "optimizer.num_epochs": 8}
 ROWS = {
-    "none": Row("nothing"),
+    "none": Row("no change"),
     "rate_1e-3": Row("learning rate 1e-3", {"optimizer.lr": 1e-3}),
     "rate_3e-4": Row("learning rate 3e-4", {"optimizer.lr": 3e-4}),
     "kl_0.05": Row("KL term to the warm start, k3, 0.05", {"kl.coef": 0.05}),
     "kl_0.01": Row("KL term, 0.01", {"kl.coef": 0.01}),
-    "llds": Row("LLDS by action, 0.2", {"loss.term.name": "llds"}),
+    "llds": Row("LLDS per action, 0.2", {"loss.term.name": "llds"}),
     "llds_response": Row(
-        "LLDS by response, 0.2", {"loss.term.name": "llds", "loss.term.llds.level": "response"}
+        "LLDS per response, 0.2", {"loss.term.name": "llds", "loss.term.llds.level": "response"}
     ),
-    "llds_1": Row("LLDS by action, 1.0", {"loss.term.name": "llds", "loss.term.coef": 1.0}),
-    "llds_5": Row("LLDS by action, 5.0", {"loss.term.name": "llds", "loss.term.coef": 5.0}),
+    "llds_1": Row("LLDS per action, 1.0", {"loss.term.name": "llds", "loss.term.coef": 1.0}),
+    "llds_5": Row("LLDS per action, 5.0", {"loss.term.name": "llds", "loss.term.coef": 5.0}),
     "dppo_tv": Row("DPPO, total variation, 0.2", {"loss.name": "dppo"}),
     "dppo_kl": Row(
         "DPPO, KL, 0.05",
@@ -83,14 +83,14 @@ ROWS = {
         "turn reward where the answer first appears (TSPO), 0.3",
         {"reward.weights": {"exact_match": 1.0, TURN: 0.3}, "advantage.by_turn": True},
     ),
-    "epsilon": Row("epsilon of Adam 1e-2", {"optimizer.epsilon": 1e-2}),
+    "epsilon": Row("Adam epsilon 1e-2", {"optimizer.epsilon": 1e-2}),
     "stable": Row("the sentinel rolls back, with half the rate", config=collapse_stable),
     "stable_llds": Row(
         "the sentinel rolls back, and LLDS", {"loss.term.name": "llds"}, config=collapse_stable
     ),
     "many": Row("eight epochs: nothing", MANY),
     "many_llds": Row(
-        "eight epochs: LLDS by action, 1.0",
+        "eight epochs: LLDS per action, 1.0",
         {**MANY, "loss.term.name": "llds", "loss.term.coef": 1.0},
     ),
     "many_dppo": Row("eight epochs: DPPO, total variation, 0.2", {**MANY, "loss.name": "dppo"}),

@@ -49,7 +49,7 @@ def read_stages(run: Path) -> dict[str, Mapping[str, Any]]:
         )
     before, after = load_evaluations(run)
     return {
-        "as it is": json.loads(base_files[0].read_text("utf-8")),
+        "before training": json.loads(base_files[0].read_text("utf-8")),
         "after the warm start": before,
         "after training": after,
     }
