@@ -20,15 +20,8 @@ MAGIC_BYTES = {
 """First bytes of files that users often pass instead of JSONL."""
 
 
-def read_objects(
-    path: Path, *, skip_bytes: int = 0, skip_lines: int = 0
-) -> Iterator[tuple[dict[str, Any], str]]:
+def read_objects(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
     """Stream the objects of a JSONL file with their locations (`file:line`), skipping blank lines.
-
-    Args:
-        path: JSONL file.
-        skip_bytes: Size in bytes of the leading lines to skip.
-        skip_lines: Number of lines in those bytes.
 
     Raises:
         OSError: The file cannot be read.
@@ -36,8 +29,7 @@ def read_objects(
     """
     with open(path, "rb") as lines:
         reject_other_formats(path, lines.peek(4096))
-        lines.seek(skip_bytes)
-        for number, line in enumerate(lines, start=skip_lines + 1):
+        for number, line in enumerate(lines, start=1):
             if line.strip():
                 location = f"{path}:{number}"
                 yield parse_line(line, location), location

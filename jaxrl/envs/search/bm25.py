@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import tempfile
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -23,19 +22,14 @@ from jaxrl.envs.base import ToolError
 from jaxrl.envs.search.base import Document, DocumentSearch, Hit, Progress
 from jaxrl.envs.search.corpus import (
     CorpusDocuments,
-    IndexedPrefix,
     build_index_once,
     check_corpus,
     check_unchanged,
     compute_corpus_digest,
-    find_longest_prefix,
     get_index_folder,
-    hash_file,
-    hash_id,
     read_corpus,
 )
 from jaxrl.utils.concurrency import MAX_ERROR_CHARS, parallel_map
-from jaxrl.utils.json_io import read_object
 from jaxrl.utils.text import UNSPACED, fold_case
 
 # A word: a letter, number or underscore; later characters may also be marks.
@@ -89,10 +83,8 @@ class LocalSearch(DocumentSearch):
     syntax, and only their first `MAX_QUERY_WORDS` distinct words count. Ties are ordered by id, so
     an index always returns the same text.
 
-    The index is built on first use, in a subfolder of `index` named by a hash of the corpus. If
-    lines were appended to an indexed corpus, only the new lines are read; scores then differ from
-    those of a fresh index by at most a few parts per million. Several processes may start at once,
-    and an interrupted build starts over. Opening an index verifies the checksums of all its files.
+    The index is built on first use, in a subfolder of `index` named by a hash of the corpus.
+    Several processes may start at once, and an interrupted build starts over.
     """
 
     def __init__(
@@ -137,7 +129,6 @@ class LocalSearch(DocumentSearch):
             section="search.local",
         )
         with _convert_index_errors(folder, ValueError):
-            _check_files(folder, digest)
             tantivy_index = _open_index(folder)
             self._searcher = tantivy_index.searcher()
         self._folder, self._schema = folder, tantivy_index.schema
@@ -199,38 +190,6 @@ def _convert_index_errors(folder: Path, make_error: Callable[[str], Exception]) 
         ) from error
 
 
-def _check_files(folder: Path, corpus_sha256: str) -> None:
-    """Verify the checksums of all files of an index, at about one GB/s.
-
-    Raises:
-        PermissionError: A file is not readable.
-        ValueError: A file is missing or has changed, or the index was built from a different
-            corpus.
-    """
-    try:
-        manifest = read_object(folder / _MANIFEST_FILE)
-        digests, source = dict(manifest["files"]), (manifest["sha256"], manifest["format"])
-    except (FileNotFoundError, LookupError, TypeError, ValueError) as error:
-        raise ValueError(f"{_MANIFEST_FILE} is missing or damaged") from error
-    if source != (corpus_sha256, _get_index_format()):
-        raise ValueError(f"{_MANIFEST_FILE} belongs to another corpus or index format")
-    for name, digest in _hash_files(folder, list(digests)).items():
-        if digest != digests[name]:
-            problem = "has changed since it was written" if digest else "is missing"
-            raise ValueError(f"{name} {problem}")
-
-
-def _hash_files(folder: Path, names: Sequence[str]) -> dict[str, str]:
-    """Map file names to SHA-256 digests, or "" for missing files."""
-
-    def hash_if_present(name: str) -> str:
-        return hash_file(folder / name) if (folder / name).exists() else ""
-
-    return dict(
-        zip(names, parallel_map(hash_if_present, names, max_threads=_NUM_THREADS), strict=True)
-    )
-
-
 def _open_index(folder: Path) -> Any:
     """Open an index, even if it is read-only for this user.
 
@@ -254,36 +213,15 @@ def _get_index_format() -> str:
     return f"{_INDEX_VERSION} {version('tantivy')}"
 
 
-def _link_or_copy(source: str, target: str) -> None:
-    """Hard-link an immutable file if this user owns it and links work; otherwise copy it."""
-    path = Path(source)
-    if path.suffix not in ("", ".json") and path.stat().st_uid == os.geteuid():
-        with contextlib.suppress(OSError):
-            os.link(source, target)
-            return
-    shutil.copyfile(source, target)
-
-
 def _build_index(corpus: Path, digest: str, folder: Path, progress: Progress) -> None:
     """Build an index in a temporary folder and rename it, so that it is complete or absent."""
     building = folder.parent / "building"
     shutil.rmtree(building, ignore_errors=True)
     try:
-        old_folder, prefix = _find_indexed_prefix(corpus, folder.parent)
         building.mkdir()
-        for part in old_folder.iterdir() if old_folder is not None else ():
-            if part.suffix != ".lock" and part.name not in (_MANIFEST_FILE, _IDS_FILE):
-                _link_or_copy(str(part), str(building / part.name))
-        ids = _write_index(corpus, building, prefix, progress)
-        (building / _IDS_FILE).write_bytes(ids.tobytes())
-        names = sorted(part.name for part in building.iterdir() if part.suffix != ".lock")
-        manifest = {
-            "sha256": digest,
-            "num_bytes": corpus.stat().st_size,
-            "format": _get_index_format(),
-        }
-        manifest["files"] = _hash_files(building, names)
-        (building / _MANIFEST_FILE).write_text(json.dumps(manifest), encoding="utf-8")
+        _write_index(corpus, building, progress)
+        source = {"sha256": digest, "format": _get_index_format()}
+        (building / "corpus.json").write_text(json.dumps(source), encoding="utf-8")
         for part in building.iterdir():  # tantivy lets only the owner read some files
             part.chmod(building.stat().st_mode & 0o666)
         check_unchanged(corpus, folder.parent, digest)
@@ -301,68 +239,27 @@ def _build_index(corpus: Path, digest: str, folder: Path, progress: Progress) ->
         shutil.rmtree(building, ignore_errors=True)
 
 
-# Files besides tantivy's: a manifest with the SHA-256 of each file, and the `hash_id` of every
-# document, 8 bytes each, needed to extend the index to a longer corpus.
-_MANIFEST_FILE, _IDS_FILE = "corpus.json", "ids"
-
-
-def _find_indexed_prefix(corpus: Path, index_dir: Path) -> tuple[Path | None, IndexedPrefix]:
-    """Find the stored index that covers the longest prefix of the corpus.
-
-    Return its folder and the prefix, or None and an empty prefix.
-    """
-    folders: dict[str, Path] = {}
-    sizes: dict[str, int] = {}
-    for path in index_dir.glob(f"*/{_MANIFEST_FILE}"):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            manifest = read_object(path)
-            if manifest["format"] == _get_index_format() and path.parent.name != "building":
-                sizes[manifest["sha256"]] = int(manifest["num_bytes"])
-                folders[manifest["sha256"]] = path.parent
-    digest, num_lines = find_longest_prefix(corpus, sizes)
-    ids = array("Q")
-    with contextlib.suppress(OSError, ValueError):  # a damaged or unreadable index is not extended
-        if digest:
-            folder = folders[digest]
-            with _convert_index_errors(folder, ValueError):
-                _check_files(folder, digest)
-                ids.frombytes((folder / _IDS_FILE).read_bytes())
-                if _open_index(folder).searcher().num_docs == len(ids):
-                    return folder, IndexedPrefix(
-                        num_bytes=sizes[digest], num_lines=num_lines, ids=ids
-                    )
-    return None, IndexedPrefix()
-
-
-def _write_index(
-    corpus: Path, folder: Path, prefix: IndexedPrefix, progress: Progress
-) -> array[int]:
-    """Index the documents after the known prefix; return the `hash_id` of all documents."""
-    if prefix.ids:
-        index = tantivy.Index.open(str(folder))
-    else:
-        schema = (
-            tantivy.SchemaBuilder()
-            .add_text_field("tokens", tokenizer_name="whitespace", index_option="freq")
-            .add_bytes_field("record", stored=True)
-            .build()
-        )
-        index = tantivy.Index(schema, path=str(folder))
-    ids = array("Q", prefix.ids)
+def _write_index(corpus: Path, folder: Path, progress: Progress) -> None:
+    """Index all documents of a corpus."""
+    schema = (
+        tantivy.SchemaBuilder()
+        .add_text_field("tokens", tokenizer_name="whitespace", index_option="freq")
+        .add_bytes_field("record", stored=True)
+        .build()
+    )
+    index, count = tantivy.Index(schema, path=str(folder)), 0
     # One thread and one commit; otherwise the order of tied documents varies between builds.
     # Leaving the block commits and waits for tantivy's threads.
     with index.writer(heap_size=256_000_000, num_threads=1) as writer:
-        for document in read_corpus(corpus, prefix):
+        for count, document in enumerate(read_corpus(corpus), start=1):
             title = tokenize(document.title)
             tokens = " ".join(title + title + tokenize(document.text))
             record = json.dumps(document).encode()
             writer.add_document(tantivy.Document(tokens=tokens, record=record))
-            ids.append(hash_id(document.id))
-            if len(ids) % 1000 == 0:
-                progress(len(ids))
-        progress(len(ids))
+            if count % 1000 == 0:
+                progress(count)
+        progress(count)
     # If the disk is full at the end, tantivy commits nothing and raises no error.
     index.reload()
-    if index.searcher().num_docs != len(ids):
-        raise ValueError(f"IoError: {index.searcher().num_docs} of {len(ids)} documents")
-    return ids
+    if index.searcher().num_docs != count:
+        raise ValueError(f"IoError: {index.searcher().num_docs} of {count} documents")

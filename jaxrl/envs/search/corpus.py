@@ -13,7 +13,6 @@ import time
 import zlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -25,48 +24,21 @@ from jaxrl.utils.jsonl import read_objects
 from jaxrl.utils.paths import suggest_path
 
 
-@dataclass(frozen=True, kw_only=True)
-class IndexedPrefix:
-    """The prefix of a corpus that is already indexed.
-
-    Attributes:
-        num_bytes: Size of the prefix in bytes.
-        num_lines: Number of lines, including blank lines.
-        ids: `hash_id` of each document's id.
-    """
-
-    num_bytes: int = 0
-    num_lines: int = 0
-    ids: Sequence[int] = ()
-
-
-def hash_id(document_id: str) -> int:
-    """Return a 64-bit hash of a document id, the same in every process."""
-    return int.from_bytes(hashlib.blake2b(document_id.encode(), digest_size=8).digest())
-
-
-def read_corpus(path: Path, prefix: IndexedPrefix | None = None) -> Iterator[Document]:
+def read_corpus(path: Path) -> Iterator[Document]:
     r"""Stream the documents of a JSONL corpus, skipping blank lines.
 
     A line is `{"id", "title", "text"}`, or Search-R1's `{"id", "contents"}` with `contents` equal
     to `"title"\nbody`. Other keys are ignored.
-
-    Args:
-        path: JSONL file.
-        prefix: Prefix to skip. Its ids must not occur again.
 
     Raises:
         FileNotFoundError: The file does not exist.
         ValueError: A line is malformed or repeats an id, a document is blank, or the corpus is
             empty.
     """
-    prefix = prefix or IndexedPrefix()
-    seen = set(prefix.ids)
-    for fields, location in read_objects(
-        path, skip_bytes=prefix.num_bytes, skip_lines=prefix.num_lines
-    ):
+    seen: set[bytes] = set()
+    for fields, location in read_objects(path):
         document = parse_document(fields, location)
-        key = hash_id(document.id)
+        key = hashlib.blake2b(document.id.encode(), digest_size=8).digest()
         if key in seen:
             raise ValueError(
                 f"{location}: the id {document.id!r} is already used by an earlier line; give "
@@ -174,30 +146,26 @@ def get_index_folder(corpus: str | Path, index: str | Path = "") -> Path:
     return Path(index) if index else Path(corpus).parent / "index"
 
 
-def find_longest_prefix(path: Path, sizes: Mapping[str, int]) -> tuple[str, int]:
-    """Find the longest of several known prefixes of a corpus.
+def find_longest_prefix(path: Path, sizes: Mapping[str, int]) -> str:
+    """Return the SHA-256 of the longest of several known prefixes of a corpus; "" if none matches.
 
     A prefix that ends within a line does not count, since that line has changed.
 
     Args:
         path: JSONL file.
         sizes: Size of each known prefix in bytes, keyed by SHA-256.
-
-    Returns:
-        SHA-256 and number of lines of the longest prefix; "" and 0 if none matches.
     """
-    longest, hasher = ("", 0), hashlib.sha256()
-    num_read, num_lines, ends_line = 0, 0, False
+    longest, hasher = "", hashlib.sha256()
+    num_read, ends_line = 0, False
     with open(path, "rb") as stream:
         for digest, size in sorted(sizes.items(), key=lambda part: part[1]):
             while num_read < size and (chunk := stream.read(min(2**20, size - num_read))):
                 hasher.update(chunk)
                 num_read += len(chunk)
-                num_lines += chunk.count(b"\n")
                 ends_line = chunk.endswith(b"\n")
             is_match = num_read == size and hasher.hexdigest() == digest
             if is_match and (ends_line or stream.peek(1)[:1] in (b"\n", b"\r")):
-                longest = digest, num_lines
+                longest = digest
     return longest
 
 

@@ -263,7 +263,7 @@ def _find_earlier_vectors(spec: IndexSpec) -> np.ndarray:
                 corpus = manifest["corpus"]
                 folders[corpus["digest"]] = file.parent, int(corpus["bytes"])
     sizes = {digest: size for digest, (_, size) in folders.items()}
-    digest, _ = find_longest_prefix(spec.corpus, sizes)
+    digest = find_longest_prefix(spec.corpus, sizes)
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # missing or damaged
         return _open_verified(spec, folders[digest][0]).vectors
     return np.empty((0, spec.width), FILE_DTYPES[spec.dtype])
