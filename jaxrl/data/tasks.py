@@ -1,8 +1,7 @@
 """Load, check and mix the task sources in the config.
 
 A small source is parsed once and kept in memory. A large source is read once to check it, and then
-parsed on access. It needs tens of bytes of memory per task, for the task's position and for hashes
-of its id and question.
+parsed on access.
 """
 
 from __future__ import annotations

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from jaxrl.utils.json_io import parse_json
 
-MAGIC_BYTES = {
+OTHER_FORMATS = {
     b"PAR1": "a Parquet file",
     b"ARROW1": "an Arrow file",
     b"\x1f\x8b": "compressed (gzip)",
     b"\x28\xb5\x2f\xfd": "compressed (zstd)",
     b"PK\x03\x04": "a zip archive",
+    b"[": "a JSON array",
 }
-"""First bytes of files that users often pass instead of JSONL."""
+"""Formats that users often pass instead of JSONL, by their first bytes."""
 
 
 def read_objects(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
@@ -37,23 +37,10 @@ def read_objects(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
 
 def reject_other_formats(path: Path, start: bytes) -> None:
     """Raise a ValueError if a file's first bytes identify a format other than JSONL."""
-    name, new_path = json.dumps(str(path)), path.with_name(f"{path.stem}_lines.jsonl")
-    format_name, remedy, modules, rows = "", "Unpack or convert it first.", "", ""
     head = start.removeprefix(b"\xef\xbb\xbf").lstrip()
-    if head.startswith(b"[") and head[1:].lstrip()[:1] in (b"{", b""):
-        format_name, modules, rows = "a JSON array", "json", f"json.load(open({name}))"
-    elif magic := next((magic for magic in MAGIC_BYTES if start.startswith(magic)), None):
-        format_name = MAGIC_BYTES[magic]
-        if magic == b"PAR1":
-            modules, rows = "json, pyarrow.parquet as q", f"q.read_table({name}).to_pylist()"
-    if rows:
-        program = f"import {modules}; [print(json.dumps(x, default=str)) for x in {rows}]"
-        command = f"python -c {shlex.quote(program)} > {shlex.quote(str(new_path))}"
-        remedy = f"This converts it: {command}"
-    if format_name:
-        raise ValueError(
-            f"{path} is {format_name}; expected JSONL, one JSON object per line. {remedy}"
-        )
+    for magic, name in OTHER_FORMATS.items():
+        if head.startswith(magic):
+            raise ValueError(f"{path} is {name}; expected JSONL, one JSON object per line.")
 
 
 def parse_line(line: bytes, location: str) -> dict[str, Any]:

@@ -1,13 +1,12 @@
-"""JSONL and CSV readers. An initial pass over a file finds the offset of each record."""
+"""Readers for JSONL and CSV files."""
 
 from __future__ import annotations
 
 import ast
 import csv
 import re
-from abc import abstractmethod
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,59 +26,43 @@ def open_jsonl(source: str, config_key: str) -> Reader:
     )
 
 
-class _LineReader(Reader):
-    """Reader for a text file in which each record starts on a new line.
-
-    Attributes:
-        config_key: Config key that names the file.
-    """
+class _JsonlReader(Reader):
+    """Reader for a JSONL file. An initial pass finds the byte offset of each record."""
 
     def __init__(self, path: Path, config_key: str):
-        self._source, self.config_key = UnchangedFile(path), config_key
+        self._source = UnchangedFile(path)
         self._offsets, self._line_numbers = array("Q"), array("Q")
-        self._index_records()
-        if not self._offsets:
-            raise ValueError(
-                f"{path} is empty; {config_key} must name a file with at least one record."
-            )
-
-    @abstractmethod
-    def _index_records(self) -> None:
-        """Append the byte offset and line number of each record to the index."""
-
-    @abstractmethod
-    def _parse(self, offset: int, line_number: int) -> Record:
-        """Read the record at a byte offset. The line number is for error messages."""
+        file, offset = self._source.file, 0
+        reject_other_formats(path, file.read(4096))
+        file.seek(0)
+        for line_number, line in enumerate(file, start=1):
+            if line.strip():
+                self._offsets.append(offset)
+                self._line_numbers.append(line_number)
+            offset += len(line)
+        _check_not_empty(self, path, config_key)
 
     def __len__(self) -> int:
         return len(self._offsets)
 
     def read(self, indices: Sequence[int]) -> list[Record]:
         self._source.check_unchanged()
-        return [self._parse(self._offsets[index], self._line_numbers[index]) for index in indices]
+        file, records = self._source.file, []
+        for index in indices:
+            if file.tell() != self._offsets[index]:
+                file.seek(self._offsets[index])
+            records.append(parse_line(file.readline(), self.location(index)))
+        return records
 
     def location(self, index: int) -> str:
         return f"{self._source.path}:{self._line_numbers[index]}"
 
 
-class _JsonlReader(_LineReader):
-    """Reader for a JSONL file."""
-
-    def _index_records(self) -> None:
-        file = self._source.file
-        reject_other_formats(self._source.path, file.read(4096))
-        file.seek(0)
-        offset = 0
-        for line_number, line in enumerate(file, start=1):
-            if line.strip():
-                self._offsets.append(offset)
-                self._line_numbers.append(line_number)
-            offset += len(line)
-
-    def _parse(self, offset: int, line_number: int) -> Record:
-        if self._source.file.tell() != offset:
-            self._source.file.seek(offset)
-        return parse_line(self._source.file.readline(), f"{self._source.path}:{line_number}")
+def _check_not_empty(reader: Reader, path: Path, config_key: str) -> None:
+    if not len(reader):
+        raise ValueError(
+            f"{path} is empty; {config_key} must name a file with at least one record."
+        )
 
 
 def open_csv(
@@ -120,65 +103,57 @@ JSON_COLUMNS = ("messages", "prompt", "metadata", "reward_model", "extra_info")
 csv.field_size_limit(2**30)  # a cell may contain a complete document
 
 
-class _CsvReader(_LineReader):
-    """Reader for a CSV file, in which quoted cells may contain line breaks."""
+class _CsvReader(Reader):
+    """Reader for a CSV file, whose rows are kept in memory as text."""
 
     def __init__(self, path: Path, config_key: str, delimiter: str, columns: Mapping[str, str]):
-        self._delimiter, self._columns = delimiter, columns
-        super().__init__(path, config_key)
-
-    def _index_records(self) -> None:
-        """Index the rows, and check that each has as many cells as the header."""
-        path, rows = self._source.path, self._read_rows(0, 0)
-        self._names = next(rows, [])
-        if self._names:
-            self._names[0] = self._names[0].removeprefix("\ufeff")
-        column_names = [name for name in self._names if name.strip()]
-        if not column_names or len(set(column_names)) < len(column_names):
-            raise ValueError(
-                f"{path} of {self.config_key} begins with the columns {self._names!r}; expected a "
-                "line of unique names."
-            )
-        offset, line_number = self._offset, self._line_number + 1
-        for row in rows:
-            if row:  # blank lines are skipped
-                if len(row) != len(self._names):
-                    raise ValueError(
-                        f"{path}:{line_number} has {len(row)} cells, and {len(self._names)} "
-                        f"columns have names ({', '.join(self._names)}); is {self._delimiter!r} "
-                        "the delimiter?"
-                    )
-                self._offsets.append(offset)
-                self._line_numbers.append(line_number)
-            offset, line_number = self._offset, self._line_number + 1
-
-    def _read_rows(self, offset: int, line_number: int) -> Iterator[list[str]]:
-        """Yield the rows from a byte offset onward, after `line_number` lines."""
-        self._offset, self._line_number = offset, line_number
-        self._source.file.seek(offset)
+        self._path, self._columns = path, columns
+        self._rows: list[list[str]] = []
+        self._line_numbers = array("Q")
+        line_number = 1  # first line of the row, since quoted cells may contain line breaks
         try:
-            yield from csv.reader(self._read_lines(), delimiter=self._delimiter, strict=True)
+            with path.open(encoding="utf-8-sig", newline="") as file:
+                rows = csv.reader(file, delimiter=delimiter, strict=True)
+                self._names = next(rows, [])
+                names = [name for name in self._names if name.strip()]
+                if not names or len(set(names)) < len(names):
+                    raise ValueError(
+                        f"{path} of {config_key} begins with the columns {self._names!r}; expected "
+                        "a line of unique names."
+                    )
+                line_number = rows.line_num + 1
+                for row in rows:
+                    if row and len(row) != len(self._names):
+                        raise ValueError(
+                            f"{path}:{line_number} has {len(row)} cells, and {len(self._names)} "
+                            f"columns have names ({', '.join(self._names)}); is {delimiter!r} the "
+                            "delimiter?"
+                        )
+                    if row:  # blank lines are skipped
+                        self._rows.append(row)
+                        self._line_numbers.append(line_number)
+                    line_number = rows.line_num + 1
         except (csv.Error, UnicodeDecodeError) as error:
-            location = f"{self._source.path}:{self._line_number}"
             raise ValueError(
-                f"{location} is not valid UTF-8 CSV: {error}; is a quote unpaired?"
+                f"{path}:{line_number} is not valid UTF-8 CSV: {error}; is a quote unpaired?"
             ) from error
+        _check_not_empty(self, path, config_key)
 
-    def _read_lines(self) -> Iterator[str]:
-        """Yield lines. Advance the current offset and line number."""
-        while line := self._source.file.readline():
-            self._offset += len(line)
-            self._line_number += 1
-            yield line.decode("utf-8")
+    def __len__(self) -> int:
+        return len(self._rows)
 
-    def _parse(self, offset: int, line_number: int) -> Record:
-        cells = next(self._read_rows(offset, line_number - 1))
-        location = f"{self._source.path}:{line_number}"
-        return {
-            name: _parse_cell(self._columns.get(name, name), cell, location)
-            for name, cell in zip(self._names, cells, strict=True)
-            if name.strip() and cell.strip()
-        }
+    def read(self, indices: Sequence[int]) -> list[Record]:
+        return [
+            {
+                name: _parse_cell(self._columns.get(name, name), cell, self.location(index))
+                for name, cell in zip(self._names, self._rows[index], strict=True)
+                if name.strip() and cell.strip()
+            }
+            for index in indices
+        ]
+
+    def location(self, index: int) -> str:
+        return f"{self._path}:{self._line_numbers[index]}"
 
 
 def _parse_cell(field: str, cell: str, location: str) -> object:
