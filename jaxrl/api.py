@@ -51,7 +51,7 @@ from jaxrl.run import (
 from jaxrl.runtime import distributed
 from jaxrl.runtime.checkpoint import filter_orbax_logs, list_steps, rank_steps, read_score
 from jaxrl.runtime.job import find_job
-from jaxrl.runtime.peers import MonitorClient, check_coordinator, join_job
+from jaxrl.runtime.peers import MonitorClient, join_job
 from jaxrl.runtime.preemption import Interrupted
 from jaxrl.runtime.resume import add_code_folders
 from jaxrl.runtime.watchdog import watchdog
@@ -831,10 +831,7 @@ def _join_job(
         process_id=process_id,
         cluster=cluster,
     )
-    if job is None:
-        return None
-    check_coordinator(job)
-    peers = join_job(job, deadline_s=launch.PEER_DEADLINE_S)
+    peers = join_job(job, deadline_s=launch.PEER_DEADLINE_S) if job else None
     return stack.enter_context(peers) if peers else None
 
 

@@ -179,10 +179,6 @@ def _load_config_and_job(argv: Sequence[str]) -> tuple[ConfigDict, Path, Job | N
             process_id=_PROCESS_ID.value,
             cluster=_CLUSTER.value,
         )
-        if job:
-            from jaxrl.runtime.peers import check_coordinator
-
-            check_coordinator(job)
     except INPUT_ERRORS as error:
         _exit_with_error(error)
     return config, workdir, job

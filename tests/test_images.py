@@ -322,22 +322,6 @@ class TestProcessor:
             ):
                 use(Picture(data=larger))
 
-    def test_scans_of_a_jpeg_are_counted_before_it_is_decoded(self, processor, monkeypatch):
-        """Each scan is a pass over all pixels, and may have only a few bytes."""
-        jpeg = encoded(drawn(40, 25), "JPEG", progressive=True)
-        last = jpeg.rfind(b"\xff\xda")
-        many = jpeg[:-2] + jpeg[last:-2] * 100 + b"\xff\xd9"
-        # What looks like scans in a comment or after the image does not count.
-        marks = b"\xff\xda" * 300
-        comment = b"\xff\xfe" + (2 + len(marks)).to_bytes(2) + marks
-        for data in (jpeg[:2] + comment + jpeg[2:], jpeg + marks):
-            assert processor(Picture(data=data)).patches.size
-        monkeypatch.setattr("PIL.ImageFile.ImageFile.load", None)
-        for use in (processor.num_tokens, processor, partial(prepare_image, is_blank=True)):
-            for data in (many, jpeg[:2] + comment + many[2:]):
-                with pytest.raises(UnreadableImageError, match="a JPEG with 110 scans; expected"):
-                    use(Picture(data=data))
-
     def test_another_processor_is_refused(self, tmp_path):
         file = tmp_path / "preprocessor_config.json"
         file.write_text('{"image_processor_type": "CLIPImageProcessor"}')

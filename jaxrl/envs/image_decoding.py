@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,9 +16,6 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
 MAX_PIXELS = 50_000_000
 """Maximum number of pixels, since a small file may decode to many, at about 11 bytes each."""
-
-MAX_SCANS = 100
-"""Maximum number of scans in a JPEG. Even a tiny scan makes the decoder process all pixels."""
 
 TRANSPOSED_ORIENTATIONS = range(5, 9)  # EXIF orientations that swap height and width
 _TRANSFORMS = {
@@ -36,7 +32,7 @@ def open_image(picture: Picture) -> PIL.Image.Image:
     """Open an image without reading its pixels.
 
     Raises:
-        UnreadableImageError: The image exceeds `MAX_PIXELS`, `MAX_SCANS` or 8 bits per value.
+        UnreadableImageError: The image exceeds `MAX_PIXELS` or 8 bits per value.
         Exception: The image is damaged or has an unsupported format; see `wrap_image_errors`.
     """
     source = picture.path if picture.path else io.BytesIO(picture.data)
@@ -46,37 +42,12 @@ def open_image(picture: Picture) -> PIL.Image.Image:
             f"{picture.name} is an image of {image.width} x {image.height} pixels; expected at "
             f"most {MAX_PIXELS:,}. Make it smaller."
         )
-    if image.format in ("JPEG", "MPO") and (count := count_scans(picture.read())) > MAX_SCANS:
-        raise UnreadableImageError(
-            f"{picture.name} is a JPEG with {count} scans; expected at most {MAX_SCANS}. Save it "
-            "as a baseline JPEG."
-        )
     if image.mode.startswith(("I", "F")):
         raise UnreadableImageError(
             f"{picture.name} is an image of mode {image.mode}, with more than 8 bits per value, "
             "which would be clipped to white; save it with 8 bits."
         )
     return image
-
-
-def count_scans(jpeg: bytes) -> int:
-    """Count the scans in a JPEG. A count up to `MAX_SCANS` may be too high."""
-    starts = jpeg.count(b"\xff\xda")
-    if starts <= MAX_SCANS:
-        return starts
-    # Some of these bytes may be in metadata, or in another image that follows this one.
-    count, position = 0, 2
-    # Within a scan, byte 255 is followed by 0 or a restart number.
-    while marker := _MARKER.search(jpeg, position):
-        kind, position = marker[0][1], marker.end()
-        if kind == 0xD9:  # end of image
-            break
-        count += kind == 0xDA
-        position += int.from_bytes(jpeg[position : position + 2])
-    return count
-
-
-_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
 
 
 @contextmanager

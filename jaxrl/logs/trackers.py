@@ -19,22 +19,6 @@ from jaxrl.training.settings import Settings
 from jaxrl.utils.callables import format_failure
 
 
-def warn_about_missing_files(workdir: Path, records: Iterable[Record]) -> list[str]:
-    """Return a list with a warning if files that the records refer to are missing, or []."""
-    names = []
-    for record in records:
-        stage, step = record.get("stage", "train"), record["step"]
-        if any(name.startswith("val-") for name in record):
-            names.append(f"eval/{stage}_{step}.json")
-        if stage == "train" and "timing_s/step" in record:
-            names.append(f"trajectories/step_{step:06d}.jsonl")
-    missing = [name for name in names if not (workdir / name).exists()]
-    if not missing:
-        return []
-    more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-    return [f"warning: missing in {workdir}: {', '.join(missing[:3])}{more}"]
-
-
 def open_metrics_log(
     workdir: Path,
     num_records: int,
@@ -44,13 +28,11 @@ def open_metrics_log(
     is_writer: bool,
     is_later: Callable[[Record], bool] = lambda _: False,
 ) -> MetricsLog:
-    """Open `metrics.jsonl` and its trackers. Warn about lost records and missing files."""
+    """Open `metrics.jsonl` and its trackers. Warn about lost records."""
     if not is_writer:
         return MetricsLog(None, num_records)
     metrics_log = MetricsLog(workdir / "metrics.jsonl", num_records, is_later=is_later, log=log)
     records = metrics_log.records()
-    for warning in warn_about_missing_files(workdir, records):
-        log(warning)
     metrics_log.trackers = [
         FailSafeTracker(name, partial(make, workdir=workdir, records=records), log)
         for name, make in settings.trackers.items()

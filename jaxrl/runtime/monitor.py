@@ -39,9 +39,6 @@ GRACE_S = 5.0
 FAILURE_WAIT_S = 2.0
 """Seconds to wait after a failure for the report of a killed process that may have caused it."""
 
-MAX_UNAUTHENTICATED = 64
-"""Maximum number of unauthenticated connections beyond missing monitors; the oldest are dropped."""
-
 _MAX_LINE_BYTES = 1 << 20
 _MAX_HELLO_BYTES = 128  # more than a token and an index need
 
@@ -58,7 +55,6 @@ class MonitorSettings:
         hub_fd: File descriptor of the hub's listening socket; -1 for other monitors.
         token: Secret that proves that a connection comes from the job.
         deadline_s: Seconds of silence after which a process counts as lost.
-        handshake_timeout_s: Seconds that a new connection has to send the token.
     """
 
     index: int
@@ -68,7 +64,6 @@ class MonitorSettings:
     hub_fd: int
     token: str
     deadline_s: float
-    handshake_timeout_s: float = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +96,6 @@ class _Link:
     read_fd: int
     connection: socket.socket | None = None
     is_finished: bool = False
-    connected_at: float = field(default_factory=time.monotonic)
     last_received_at: float = field(default_factory=time.monotonic)
     buffer: bytes = b""
 
@@ -195,7 +189,6 @@ class Monitor:
                     self._accept()
                 elif key.data in self._links:  # not dropped earlier in this loop
                     loss = loss or self._read_link(key.data)
-            self._drop_unauthenticated_links()
             loss = loss or self._check_timeouts() or self._check_failure()
             if loss is not None:
                 return self._terminate(loss)
@@ -210,20 +203,6 @@ class Monitor:
         with contextlib.suppress(OSError):
             connection, _ = self._listener.accept()
             self._add_link(_Link(index=None, read_fd=connection.fileno(), connection=connection))
-
-    def _drop_unauthenticated_links(self) -> None:
-        """Drop connections that do not authenticate in time, and the oldest above the limit."""
-        now, max_connections = time.monotonic(), MAX_UNAUTHENTICATED + len(self._missing)
-        for rank, link in enumerate(reversed(self._unauthenticated_links())):
-            if (
-                rank >= max_connections
-                or now - link.connected_at > self._settings.handshake_timeout_s
-            ):
-                self._drop_link(link)
-
-    def _unauthenticated_links(self) -> list[_Link]:
-        """Return the connections that have not authenticated yet, oldest first."""
-        return [link for link in self._links if link.index is None]
 
     def _read_link(self, link: _Link) -> ProcessLoss | None:
         """Read from a link; return the lost process that its data or end implies, if any."""
@@ -275,8 +254,8 @@ class Monitor:
             self._selector.unregister(self._listener)
             self._listener.close()
             self._listener = None
-            for unauthenticated in self._unauthenticated_links():
-                self._drop_link(unauthenticated)
+            for stranger in [link for link in self._links if link.index is None]:
+                self._drop_link(stranger)
         return True
 
     def _check_timeouts(self) -> ProcessLoss | None:

@@ -27,39 +27,6 @@ from jaxrl.utils.text import escape_control_chars
 JOIN_TIMEOUT_S = 300.0
 """Seconds within which all processes of a job must join."""
 
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""HTTP/2 connection preface of a client, and empty settings (RFC 9113, sections 3.4 and 6.5)."""
-_SETTINGS = 4  # type of the first frame that a server sends
-
-
-def check_coordinator(job: Job, *, timeout_s: float = 5.0) -> None:
-    """Check that no other program is listening at the coordinator's address.
-
-    JAX's coordinator uses gRPC over HTTP/2. Process 0 detects a conflict when it starts listening.
-
-    Raises:
-        OSError: The program at the address does not respond like an HTTP/2 server.
-    """
-    if not job.coordinator or job.process_id == 0:
-        return
-    host, _, port = job.coordinator.rpartition(":")
-    try:
-        connection = socket.create_connection((host.strip("[]"), int(port)), timeout_s)
-    except OSError:
-        return  # nothing listens yet: JAX waits and reports the address
-    with connection:
-        try:
-            connection.sendall(_PREFACE)
-            response = connection.recv(9)
-        except OSError:
-            response = b""
-    if response[3:4] != bytes([_SETTINGS]):
-        raise OSError(
-            f"process {job.process_id} found a program other than process 0 at {job.coordinator}: "
-            "the port is taken. Name a free port in the --coordinator of every process (under "
-            "Slurm: JAX_COORDINATOR_PORT)."
-        )
-
 
 class MonitorClient:
     """Context manager for this process's connection to its monitor, for the whole run."""

@@ -18,7 +18,6 @@ from jaxrl.logs.trackers import (
     FailSafeTracker,
     TensorBoard,
     open_metrics_log,
-    warn_about_missing_files,
 )
 from jaxrl.logs.writers import MetricsLog, write_trajectories
 from tests.episodes import make_failure, make_trajectory
@@ -84,24 +83,6 @@ class TestLog:
         assert "contains 2 of the 3 records" in messages[1]
         assert aside.read_text(errors="surrogateescape") == text
         assert [record["step"] for record in log.records()] == [1, 3]
-
-
-def test_missing_files_that_records_mention_are_reported(tmp_path):
-    records = [
-        {"step": 2, "stage": "train", "val-core/all/exact_match/greedy": 0.5},
-        *({"step": step, "stage": "train", "timing_s/step": 1.0} for step in (3, 4, 5)),
-        {"step": 5, "stage": "evaluate", "val-core/all/exact_match/greedy": 0.5},
-        {"step": 1, "stage": "sft", "timing_s/step": 1.0},
-    ]
-    [line] = warn_about_missing_files(tmp_path, records)
-    assert "eval/train_2.json, trajectories/step_000003.jsonl" in line
-    for name in ("eval/train_2.json", "eval/evaluate_5.json"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    (tmp_path / "trajectories").mkdir()
-    for step in (3, 4, 5):
-        (tmp_path / "trajectories" / f"step_{step:06d}.jsonl").touch()
-    assert warn_about_missing_files(tmp_path, records) == []
 
 
 def test_trajectories_as_json(tmp_path):

@@ -155,7 +155,7 @@ def hub():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.set_inheritable(True)
         address = listener.getsockname()
-        workers = [Worker(0, 2, address, listener.fileno(), deadline_s=30, handshake_timeout_s=1.0)]
+        workers = [Worker(0, 2, address, listener.fileno(), deadline_s=30)]
 
     def join():
         workers.append(Worker(1, 2, address, deadline_s=30))
