@@ -13,7 +13,7 @@ import jax
 
 from jaxrl.builders.components import RunComponents
 from jaxrl.config.keys import import_optional
-from jaxrl.config.schema import flatten_to_pairs
+from jaxrl.config.schema import flatten
 from jaxrl.evaluate import evaluate, run_suites
 from jaxrl.logs.display import Display
 from jaxrl.logs.tokens import make_token_logger
@@ -387,7 +387,7 @@ def apply_rollback(
 
 def make_origin(settings: Settings, contents: Mapping[str, str]) -> dict[str, Any]:
     """Return the configuration and file fingerprints, which are compared on resume."""
-    return {"config": dict(flatten_to_pairs(settings.values)), "contents": dict(contents)}
+    return {"config": flatten(settings.values), "contents": dict(contents)}
 
 
 def load_initial_params(run_state: RunState) -> Params:

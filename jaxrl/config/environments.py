@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from jaxrl.config.keys import is_finite, reject_value
-from jaxrl.config.loading import check_keys, coerce_to_default_type
-from jaxrl.config.schema import KEYS, flatten_to_pairs
+from jaxrl.config.loading import parse_values
+from jaxrl.config.schema import flatten
 
 SECTIONS = ("tasks", "prompt", "env", "search", "reward")
 """Sections that an environment may override."""
@@ -51,25 +50,18 @@ def split_config(config: ConfigDict) -> dict[str, tuple[float, ConfigDict]]:
             )
         if not isinstance(values, Mapping):
             reject_value(section, values, "a mapping of keys, such as {'weight': 0.5}")
-        pairs = flatten_to_pairs(dict(values))
-        repeated = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
-        if repeated:
-            raise ValueError(f"config.{section} sets {repeated[0]} twice, nested and with dots.")
-        flat = dict(pairs)
-        weight = flat.pop("weight", 1.0)
+        with name_environment(name):
+            flat = flatten(values)
+            weight = flat.pop("weight", 1.0)
+            flat = parse_values(flat)
         if not (is_finite(weight) and weight > 0):
             reject_value(f"{section}.weight", weight, "a number above 0")
-        check_keys(flat, source=f"config.{section}: ")
         shared = [key for key in flat if not is_environment_key(key)]
         if shared:
             raise ValueError(
                 f"config.{section} sets {shared[0]}, which applies to the entire run; set "
                 f"config.{shared[0]}."
             )
-        with name_environment(name):
-            for key, value in flat.items():
-                flat[key] = coerce_to_default_type(value, KEYS[key].default)
-                KEYS[key].check(key, flat[key])
         environment = config.copy_and_resolve_references()
         environment.environments = {}
         environment.update_from_flattened_dict(flat)
@@ -81,8 +73,8 @@ def expand_environments(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Replace `environments` in a flat configuration with keys `environments.<name>.<key>`."""
     expanded = {key: value for key, value in flat.items() if key != "environments"}
     for name, values in (flat.get("environments") or {}).items():
-        pairs = flatten_to_pairs(values) if isinstance(values, Mapping) else []
-        expanded |= {f"environments.{name}.{key}": value for key, value in pairs}
+        overrides = flatten(values) if isinstance(values, Mapping) else {}
+        expanded |= {f"environments.{name}.{key}": value for key, value in overrides.items()}
     return expanded
 
 

@@ -6,7 +6,7 @@ import ast
 import contextlib
 import importlib.util
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from jaxrl.config.schema import (
     convert_lists_to_tuples,
     explain_unknown_key,
     find_missing_extra,
-    flatten_to_pairs,
+    flatten,
 )
 from jaxrl.utils.callables import format_failure
 from jaxrl.utils.paths import suggest_path
@@ -114,20 +114,13 @@ def load_values(config: ConfigDict, path: str, *, skip_missing: bool = False) ->
     values = _read_yaml(file)
     if not isinstance(values, dict):
         raise ValueError(f"{path} contains a {type(values).__name__}; expected keys and values.")
-    pairs = flatten_to_pairs(values)
-    flat = dict(pairs)
-    for key, count in Counter(key for key, _ in pairs).items():
-        if count > 1:
-            raise ValueError(f"{path} sets {key} twice, nested and with dots; leave one out.")
-    if skip_missing:
-        flat = {key: value for key, value in flat.items() if not find_missing_extra(key)}
-    check_keys(flat, source=f"{path}: ")
-    for key, value in flat.items():
-        flat[key] = coerce_to_default_type(value, KEYS[key].default)
-        try:
-            KEYS[key].check(key, flat[key])
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
+    try:
+        flat = flatten(values)
+        if skip_missing:
+            flat = {key: value for key, value in flat.items() if not find_missing_extra(key)}
+        flat = parse_values(flat)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     config.update_from_flattened_dict(flat)
 
 
@@ -177,16 +170,22 @@ def coerce_to_default_type(value: Any, default: Any) -> Any:
     return value
 
 
-def check_keys(keys: Iterable[str], *, source: str = "") -> None:
-    """Reject unknown keys.
-
-    Args:
-        keys: Full dotted names.
-        source: Prefix for error messages that names the file; "" for the command line.
+def parse_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert values by dotted key to the types of their defaults, and check them.
 
     Raises:
-        ValueError: A key is unknown. The message suggests the most similar key.
+        ValueError: A key is unknown, or its value is invalid.
     """
+    check_keys(values)
+    parsed = {}
+    for key, value in values.items():
+        parsed[key] = coerce_to_default_type(value, KEYS[key].default)
+        KEYS[key].check(key, parsed[key])
+    return parsed
+
+
+def check_keys(keys: Iterable[str]) -> None:
+    """Raise a ValueError that suggests the most similar key if a full dotted name is unknown."""
     for key in keys:
-        if problem := explain_unknown_key(key, in_file=bool(source)):
-            raise ValueError(f"{source}{problem}")
+        if problem := explain_unknown_key(key):
+            raise ValueError(problem)

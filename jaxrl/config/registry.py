@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import pkgutil
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from importlib.metadata import entry_points
 from operator import attrgetter
@@ -93,15 +93,9 @@ def instantiate(
             raised.
     """
     parameters = inspect.signature(kind).parameters
-    accepted = {
-        name: parameter
-        for name, parameter in parameters.items()
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    }
-    accepts_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     arguments = {n: value for n, value in injected.items() if n in parameters} | dict(settings)
     name = getattr(kind, "__name__", str(kind))
-    _check_arguments(key, name, accepted, () if accepts_any else settings, arguments)
+    _check_arguments(key, name, [*parameters.values()], arguments)
     try:
         return kind(**arguments)
     except Exception as error:
@@ -160,28 +154,23 @@ def select_function_settings(
     parameters = inspect.signature(function).parameters.values()
     accepted = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
     values = {n: value for n, value in {**common, **settings}.items() if n in accepted}
-    _check_arguments(key, name, accepted, settings if is_dotted_path(name) else (), values)
+    if is_dotted_path(name):
+        values |= settings
+    _check_arguments(key, name, [*accepted.values()], values)
     return values
 
 
 def _check_arguments(
-    key: str,
-    name: str,
-    accepted: Mapping[str, inspect.Parameter],
-    settings: Iterable[str],
-    arguments: Mapping[str, Any],
+    key: str, name: str, parameters: Sequence[inspect.Parameter], arguments: Mapping[str, Any]
 ) -> None:
     """Raise a ValueError for an unknown setting or a missing required argument."""
-    unknown = [setting for setting in settings if setting not in accepted]
-    if unknown:
+    try:
+        inspect.Signature(parameters).bind(**arguments)
+    except TypeError as error:
+        names = ", ".join(parameter.name for parameter in parameters) or "nothing"
         raise ValueError(
-            f"config.{key} has {unknown[0]!r}, which {name} does not accept; expected some of "
-            f"{', '.join(accepted) or 'nothing'}."
-        )
-    required = [n for n, p in accepted.items() if p.default is inspect.Parameter.empty]
-    missing = [n for n in required if n not in arguments]
-    if missing:
-        raise ValueError(f"config.{key} lacks {missing[0]!r}, which {name} requires.")
+            f"config.{key} does not fit {name}: {error}; expected some of {names}."
+        ) from None
 
 
 def resolve_aliases(config: ConfigDict, key: str, aliases: Mapping[str, Mapping[str, Any]]) -> None:

@@ -733,29 +733,8 @@ class Config(ConfigDict):
         return copy
 
 
-KEY_ALIASES = {
-    "learning_rate": "lr",
-    "max_grad_norm": "grad_clip",
-    "kl_coef": "kl.coef",
-    "clip_ratio": "loss.clip_high",
-    "batch_size": "tasks_per_step",
-    "num_generations": "group_size",
-    "max_tokens": "max_response_tokens",
-    "max_new_tokens": "max_response_tokens",
-    "max_prompt_length": "max_prompt_tokens",
-    "max_model_len": "max_total_tokens",
-    "max_steps": "num_steps",
-}
-"""Last part of the equivalent key, by the name that other trainers or samplers use."""
-
-
-def explain_unknown_key(key: str, *, in_file: bool = False) -> str:
-    """Return an error message for an unknown key; "" if the key exists.
-
-    Args:
-        key: Full dotted name.
-        in_file: True if a YAML or JSON file sets the key, False for Python or the command line.
-    """
+def explain_unknown_key(key: str) -> str:
+    """Return an error message for an unknown key, given its full dotted name; "" if it exists."""
     if key in KEYS:
         return ""
     if folder := find_missing_extra(key):
@@ -766,39 +745,21 @@ def explain_unknown_key(key: str, *, in_file: bool = False) -> str:
     nested = [name for name in KEYS if name.startswith(f"{key}.")]
     if nested:
         return f"config.{key} is a section; set its keys, such as {nested[0]}."
-    mapping_key = next(
-        (mapping for mapping in MAPPING_EXAMPLES if key.startswith(f"{mapping}.")), None
-    )
-    if mapping_key is not None:
-        name, value = key.removeprefix(f"{mapping_key}."), MAPPING_EXAMPLES[mapping_key]
-        if mapping_key == "environments":  # a name contains no dot
-            name = name.partition(".")[0]
-        mapping = f"{{{name!r}: {value}}}"
-        example = mapping if in_file else f'--config.{mapping_key}="{mapping}"'
-        return f"config.{mapping_key} takes a mapping; set it as a whole, such as {example}."
-    matches = _suggest_keys(key)
-    hint = (
-        f"did you mean {' or '.join(matches)}?"
-        if matches
-        else "docs/configuration.md has all keys."
-    )
-    return f"there is no key config.{key}; {hint}"
-
-
-def _suggest_keys(key: str) -> list[str]:
-    """Return the keys that share an unknown key's last part, or else have a similar spelling."""
-    section, _, last = key.rpartition(".")
-    last = KEY_ALIASES.get(last, last)
-    if f"{section}.{last}" in KEYS:
-        return [f"{section}.{last}"]
+    for mapping, example in MAPPING_EXAMPLES.items():
+        if key.startswith(f"{mapping}."):
+            example = {key.removeprefix(f"{mapping}."): example}
+            return f"config.{mapping} takes a mapping; set it as a whole, such as {example}."
+    # Suggest keys with the same last part, or else the key or section with the most similar name.
+    last = key.rpartition(".")[2]
     matches = [name for name in KEYS if f".{name}".endswith(f".{last}")]
     if matches:
-        return difflib.get_close_matches(key, matches, n=3, cutoff=0)
-    prefix = f"{section}." if section else ""
-    nested = [name.removeprefix(prefix).split(".")[0] for name in KEYS if name.startswith(prefix)]
-    matches = [f"{prefix}{name}" for name in difflib.get_close_matches(last, nested, n=1)]
-    is_known_section = bool(section and nested)
-    return matches if matches or is_known_section else difflib.get_close_matches(key, KEYS, n=1)
+        matches = difflib.get_close_matches(key, matches, n=3, cutoff=0)
+    else:
+        sections = {name.rpartition(".")[0] for name in KEYS}
+        matches = difflib.get_close_matches(key, [*KEYS, *sections], n=1)
+    question = f"did you mean {' or '.join(matches)}?"
+    hint = question if matches else "docs/configuration.md has all keys."
+    return f"there is no key config.{key}; {hint}"
 
 
 def default_config() -> Config:
@@ -827,14 +788,20 @@ MAPPING_EXAMPLES = {
 _SECTIONS_WITH_MAPPINGS = {key.rpartition(".")[0] for key in MAPPING_EXAMPLES}
 
 
-def flatten_to_pairs(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Flatten nested values to (dotted key, value) pairs, in order, including duplicates."""
-    flat: list[tuple[str, Any]] = []
-    for key, value in values.items():
-        if isinstance(value, dict) and f"{prefix}{key}" not in MAPPING_EXAMPLES:
-            flat += flatten_to_pairs(value, f"{prefix}{key}.")
-        else:
-            flat.append((f"{prefix}{key}", convert_lists_to_tuples(value)))
+def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the values of a configuration or a nested mapping by dotted key.
+
+    Raises:
+        ValueError: A key occurs twice, nested and with dots.
+    """
+    flat: dict[str, Any] = {}
+    for key, value in (values if isinstance(values, Mapping) else values.to_dict()).items():
+        name = f"{prefix}{key}"
+        is_section = isinstance(value, dict) and name not in MAPPING_EXAMPLES
+        inner = flatten(value, f"{name}.") if is_section else {name: convert_lists_to_tuples(value)}
+        if repeated := sorted(inner.keys() & flat.keys()):
+            raise ValueError(f"{repeated[0]} is set twice, nested and with dots; leave one out.")
+        flat |= inner
     return flat
 
 
@@ -850,14 +817,9 @@ def convert_lists_to_tuples(value: Any) -> Any:
     )
 
 
-def flatten(config: ConfigDict) -> dict[str, Any]:
-    """Return the values of a configuration by dotted key."""
-    return dict(flatten_to_pairs(config.to_dict()))
-
-
 def read_flat_config(path: Path) -> dict[str, Any]:
     """Read a workdir's `config.json` and return its values by dotted key."""
-    return dict(flatten_to_pairs(read_object(path)))
+    return flatten(read_object(path))
 
 
 def serialize_config(config: ConfigDict) -> str:

@@ -44,9 +44,9 @@ def test_an_environment_overrides_keys_of_the_run():
         ({"a": {"weight": True}}, "config.environments.a.weight is True"),
         ({"a": {"optimizer.lr": 0.1}}, "config.environments.a sets optimizer.lr, which applies"),
         ({"a": {"env.step_deadline_s": 1.0}}, "sets env.step_deadline_s, which applies"),
-        ({"a": {"tasks.trian": ""}}, "there is no key config.tasks.trian"),
+        ({"a": {"tasks.trian": ""}}, "there is no key config.environments.a.tasks.trian"),
         ({"a": {"env.name": 3}}, "config.environments.a.env.name is 3; expected a value of type"),
-        ({"a": {"env.name": "math", "env": {"name": "math"}}}, "sets env.name twice"),
+        ({"a": {"env.name": "math", "env": {"name": "math"}}}, "env.name is set twice"),
     ],
 )
 def test_invalid_tables_are_refused(environments, message):

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxrl.config.schema import flatten_to_pairs
+from jaxrl.config.schema import flatten
 from jaxrl.extras.trackers.run_id import read_or_create
 from jaxrl.logs.writers import Table
 from jaxrl.training.interfaces import Record
@@ -49,7 +49,7 @@ class MLflow:
                 else experiment.experiment_id
             )
             run = self._client.create_run(experiment_id, run_name=workdir.name)
-            params = [entities.Param(key, str(value)) for key, value in flatten_to_pairs(config)]
+            params = [entities.Param(key, str(value)) for key, value in flatten(config).items()]
             for start in range(0, len(params), MAX_PARAMS):
                 batch = params[start : start + MAX_PARAMS]
                 self._client.log_batch(run.info.run_id, params=batch)
