@@ -331,7 +331,6 @@ def prepare_run(
     # Run cheap checks first, so that a run that cannot start writes and compiles nothing.
     record = resume.read_record(workdir, accept_changes=accept_changes)
     config = download_files(config, record.config if record else None)
-    _check_workdir(config.recorded_config, workdir, accept_changes=accept_changes)
     if step is not None:
         if config.stages != ("evaluate",) or config.policy.name != configuration.LOCAL_MODEL:
             raise ValueError(
@@ -342,14 +341,14 @@ def prepare_run(
     check_tracker_packages(config)
     contents = compute_fingerprints(config)
     check_processes_agree(config, workdir, contents)
-    begun, changes = _check_changes(
-        config.recorded_config, workdir, contents, accept_changes=accept_changes
+    changes = _check_workdir(
+        config.recorded_config, workdir, record, contents, accept_changes=accept_changes
     )
     notes = validation.list_warnings(config)
-    if begun is not None:
+    if record is not None:
         # With --step the run itself stays unchanged.
-        prefix = f"changed after step {begun.step}" if step is None else "differs from the run"
-        notes += [*begun.warnings, *(f"{prefix}: {change}" for change in changes)]
+        prefix = f"changed after step {record.step}" if step is None else "differs from the run"
+        notes += [*record.warnings, *(f"{prefix}: {change}" for change in changes)]
     halves_micro_rows = config.optimizer.micro_rows == 0  # replaced by the next line
     notes += _fit_memory(config, workdir, ignore_memory_plan=ignore_memory_plan)
     use_compilation_cache(config.compilation_cache, display.log)
@@ -373,7 +372,7 @@ def prepare_run(
 
     def record_start() -> None:
         if distributed.is_main():
-            resume.record_start(workdir, begun, changes, config.recorded_config, contents)
+            resume.record_start(workdir, record, changes, config.recorded_config, contents)
 
     return PreparedRun(
         settings=build_run_settings(config),
@@ -428,8 +427,22 @@ SHOW_PLAN = "jaxrl.extras.plan.command:show_plan"
 """Function that implements `--plan`."""
 
 
-def _check_workdir(config: ConfigDict, workdir: Path, *, accept_changes: bool = False) -> None:
-    """Check that no export overwrites its source, and that the workdir's run can resume."""
+def _check_workdir(
+    config: ConfigDict,
+    workdir: Path,
+    record: RunRecord | None,
+    contents: Mapping[str, str],
+    *,
+    accept_changes: bool,
+) -> list[Change]:
+    """Check that exports overwrite no source, and that the run in the workdir can resume.
+
+    Returns:
+        Changes of the configuration and the files since the run's record.
+    """
+    from jaxrl.builders.resolved import find_fixed_keys
+    from jaxrl.runtime import resume
+
     for key, entry in configuration.KEYS.items():
         export_path = workdir / entry.written_to
         if entry.written_to and export_path.resolve() == Path(config[key]).resolve():
@@ -437,32 +450,14 @@ def _check_workdir(config: ConfigDict, workdir: Path, *, accept_changes: bool = 
                 f"config.{key}={config[key]!r} is where --workdir={workdir} exports to; "
                 "set --workdir to another folder."
             )
-    begun, _ = _check_changes(config, workdir, accept_changes=accept_changes)
-    if begun is not None:
-        from jaxrl.builders.resolved import find_fixed_keys
-        from jaxrl.runtime.resume import check_fixed_keys
-
-        fixed = find_fixed_keys(config, begun.config)
-        check_fixed_keys(workdir, begun, configuration.flatten(config), fixed)
-
-
-def _check_changes(
-    config: ConfigDict,
-    workdir: Path,
-    contents: dict[str, str] | None = None,
-    *,
-    accept_changes: bool,
-) -> tuple[RunRecord | None, list[Change]]:
-    """Return the workdir's run record and the changes since then. Reject unaccepted changes."""
-    from jaxrl.runtime import resume
-
-    begun = resume.read_record(workdir, accept_changes=accept_changes)
-    if begun is None:
-        return None, []
-    changes = resume.find_changes(begun, configuration.flatten(config), contents)
+    if record is None:
+        return []
+    values = configuration.flatten(config)
+    resume.check_fixed_keys(workdir, record, values, find_fixed_keys(config, record.config))
+    changes = resume.find_changes(record, values, contents)
     if not accept_changes:
-        resume.check_changes(workdir, begun, changes)
-    return begun, changes
+        resume.check_changes(workdir, record, changes)
+    return changes
 
 
 _SETTING = re.compile(r"--?(no)?config\.")

@@ -24,6 +24,7 @@ from jaxrl.envs.base import OutageError
 from jaxrl.models.hf_weights import open_tensors
 from jaxrl.models.registry import read_architecture
 from jaxrl.runtime.preemption import Interrupted
+from jaxrl.runtime.resume import read_record
 from jaxrl.training.failures import NothingWorksError
 from jaxrl.training.usage import BudgetSpentError
 from jaxrl.utils.callables import UserCodeError
@@ -228,7 +229,8 @@ class TestWorkdir:
     def check_workdir(self, tmp_path, *, accept_changes=False, **changes):
         config = debug_tiny.get_config(str(tmp_path / "world"))
         config.update_from_flattened_dict(changes)
-        launch._check_workdir(config, tmp_path, accept_changes=accept_changes)
+        record = read_record(tmp_path, accept_changes=accept_changes)
+        launch._check_workdir(config, tmp_path, record, {}, accept_changes=accept_changes)
 
     def write_workdir(self, tmp_path, **changes):
         config = debug_tiny.get_config(str(tmp_path / "world"))

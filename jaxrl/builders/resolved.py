@@ -264,7 +264,7 @@ def get_adapter_key(config: Any) -> str:
     return next((key for key in ADAPTERS if key in KEYS and config[key]), "")
 
 
-def find_fixed_keys(c: ResolvedConfig, run_config: Mapping[str, Any]) -> list[str]:
+def find_fixed_keys(c: Any, run_config: Mapping[str, Any]) -> list[str]:
     """Return the keys that must keep their values for a run to resume from its checkpoints.
 
     Args:

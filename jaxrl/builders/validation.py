@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import pkgutil
 from collections.abc import Iterable, Iterator
+from operator import attrgetter
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -109,9 +110,7 @@ def list_warnings(c: ResolvedConfig) -> list[str]:
 
 
 def _get_value(c: ResolvedConfig, key: str) -> Any:
-    value: Any = c.config
-    for name in key.split("."):
-        value = value[name]
+    value = attrgetter(key)(c.config)
     return value.to_dict() if isinstance(value, ConfigDict) else value
 
 
@@ -165,51 +164,48 @@ def _check_rewards(c: ResolvedConfig) -> None:
 
 def _find_unused_keys(c: ResolvedConfig) -> Iterator[Finding]:
     """Yield a finding for each key that is set but has no effect."""
-    # Columns: a key, whether the run reads it, and the condition under which it does.
     shaping, kl, endpoint = c.shaping, c.kl, c.policy.get(c.policy.name)
     prices = [*c.ledger.prices.values()]
     if endpoint:
         prices += [endpoint.prompt_price, endpoint.completion_price]
-    windows, has_kl_term, filters = (
-        needs_windows(shaping, kl),
-        kl.coef != 0,
-        c.filter.name != "none",
-    )
-    for key, is_read, condition in (
+    has_windows = needs_windows(shaping, kl)
+    has_gate = has_stage_gate(shaping)
+    window_keys = "shaping.entropy_reward, kl.low_factor or kl.second_chance"
+    # Columns: keys, whether the run reads them, and the condition under which it does.
+    for keys, is_read, condition in (
         ("prompt.template", not c.prompt.template_file, "prompt.template_file is empty"),
         ("advantage.turn_discount", c.advantage.by_turn, "advantage.by_turn is True"),
-        ("kl.apply_to", has_kl_term, "kl.coef is above 0"),
-        ("kl.controller", has_kl_term, "kl.coef is above 0"),
-        ("kl.low_factor", has_kl_term, "kl.coef is above 0"),
-        ("kl.second_chance", has_kl_term, "kl.coef is above 0"),
-        ("filter.key", filters, "filter.name is set"),
-        ("filter.carry_over", filters, "filter.name is set"),
-        ("filter.tasks_per_batch", filters, "filter.name is set"),
+        (
+            "kl.apply_to kl.controller kl.low_factor kl.second_chance",
+            kl.coef != 0,
+            "kl.coef is above 0",
+        ),
+        (
+            "filter.key filter.carry_over filter.tasks_per_batch",
+            c.filter.name != "none",
+            "filter.name is set",
+        ),
         (
             "filter.resample_early",
-            c.filter.resample_attempts and has_stage_gate(shaping),
+            c.filter.resample_attempts and has_gate,
             "filter.resample_attempts and shaping.stage_level are set",
         ),
         ("shaping.centered_gain", shaping.entropy_reward, "shaping.entropy_reward is True"),
-        (
-            "shaping.trigger_words",
-            windows,
-            "shaping.entropy_reward, kl.low_factor or kl.second_chance is set",
-        ),
+        ("shaping.trigger_words", has_windows, f"{window_keys} is set"),
         (
             "shaping.bootstrap_tasks",
-            windows or needs_buckets(shaping, kl),
-            "shaping.entropy_reward, kl.low_factor, kl.second_chance or kl.controller='budget' is "
-            "set",
+            has_windows or needs_buckets(shaping, kl),
+            f"{window_keys} or kl.controller='budget' is set",
         ),
         ("rollout.context.max_tokens", c.has_contexts, "rollout.context.name is set"),
         ("mesh.rollout_devices", c.rollout.async_level == 1, "rollout.async_level is 1"),
         ("ledger.max_cost", any(prices), "ledger.prices are set"),
         ("rollout.max_calls", c.env_accepts("max_calls"), "the environment takes `max_calls`"),
     ):
-        default = KEYS[key].default
-        if not is_read and _get_value(c, key) != default:
-            yield key, f"{default!r} unless {condition}, since the key has no effect"
+        for key in keys.split():
+            default = KEYS[key].default
+            if not is_read and _get_value(c, key) != default:
+                yield key, f"{default!r} unless {condition}, since the key has no effect"
 
 
 def _find_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
@@ -230,25 +226,14 @@ def _find_method_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
         advantage.name != "reinforce_plus_plus" or advantage.reinforce_plus_plus.baseline
     )
     if "train" in c.stages and rollout.group_size < 2 and is_grouped:
-        yield (
-            "rollout.group_size",
-            "at least 2: the estimator compares the trajectories of a group. Only "
-            "advantage.name='reinforce_plus_plus' without a baseline does not",
-        )
+        yield "rollout.group_size", f"at least 2 with advantage.name={advantage.name!r}"
     if advantage.name.startswith("pass_at_k"):
         settings = advantage.pass_at_k
         largest_k = max((k for _, k in settings.k_schedule), default=settings.k)
         if largest_k >= rollout.group_size:
-            yield (
-                "advantage.pass_at_k",
-                "every k less than rollout.group_size: else a group is a single set of answers",
-            )
+            yield "advantage.pass_at_k", "every k less than rollout.group_size"
         if advantage.name == "pass_at_k_full_sampling" and rollout.group_size < 2 * largest_k:
-            yield (
-                "advantage.pass_at_k",
-                "every k at most half of rollout.group_size: full sampling compares at least two "
-                "sets",
-            )
+            yield "advantage.pass_at_k", "every k at most half of rollout.group_size"
     if not c.estimator_uses_rewards:
         reason = "with an advantage.name that reads only which answers are correct"
         if shaping.overlong_buffer or shaping.boundary_aware or shaping.entropy_reward:
@@ -259,12 +244,9 @@ def _find_method_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
         if advantage.by_turn:
             yield "advantage.by_turn", f"False {reason}"
 
-    # The loss and its correction.
+    # The loss and its correction. Observations have no log-probability of the sampler.
     if loss.name == "gspo" and loss.aggregation != "seq-mean-token-mean":
-        yield (
-            "loss.aggregation",
-            "'seq-mean-token-mean' with loss.name='gspo', whose ratio belongs to a trajectory",
-        )
+        yield "loss.aggregation", "'seq-mean-token-mean' with loss.name='gspo'"
     loss_corrects = loss.name == "dppo" and loss.dppo.anchor == "rollout"
     is_corrected = correction.level != "none"
     uses_rollout_logprobs = loss.token_filter.name == "off_policy" or loss_corrects or is_corrected
@@ -272,68 +254,42 @@ def _find_method_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
         yield (
             "loss.mask_observations",
             "True with loss.correction.level, loss.token_filter.name='off_policy' or "
-            "loss.dppo.anchor='rollout': observations have no log-probability of the sampler",
+            "loss.dppo.anchor='rollout'",
         )
     if loss_corrects and is_corrected and correction.mode != "reject":
         yield (
             "loss.correction.level",
-            "'none', or loss.correction.mode='reject', with loss.dppo.anchor='rollout', which "
-            "corrects for the sampler itself",
+            "'none', or loss.correction.mode='reject', with loss.dppo.anchor='rollout'",
         )
     is_stale = rollout.async_level == 1 or c.filter.unfinished_tasks > 0
     if is_stale and not is_corrected and not loss_corrects:
         yield (
             "loss.correction.level",
-            "'token' or 'sequence' with rollout.async_level=1 or filter.unfinished_tasks: the "
-            "trajectories come from older weights",
+            "'token' or 'sequence' with rollout.async_level=1 or filter.unfinished_tasks, which "
+            "train on trajectories of older weights",
         )
     if correction.level == "geometric" and correction.mode != "reject":
-        yield (
-            "loss.correction.mode",
-            "'reject' with loss.correction.level='geometric': a mean ratio is not an importance "
-            "weight",
-        )
+        yield "loss.correction.mode", "'reject' with loss.correction.level='geometric'"
+    # Ratios are near 1, and these modes leave out those beyond the bounds.
     drops_ratios = is_corrected and correction.mode != "truncate"
+    modes = "loss.correction.mode='mask' or 'reject'"
     if correction.low >= correction.high or (drops_ratios and correction.low > 1):
-        yield (
-            "loss.correction.low",
-            "less than loss.correction.high, and at most 1 with loss.correction.mode='mask' or "
-            "'reject': ratios are near 1, and the loss leaves out those below",
-        )
+        yield "loss.correction.low", f"less than loss.correction.high, at most 1 with {modes}"
     if drops_ratios and correction.high < 1:
-        yield (
-            "loss.correction.high",
-            "at least 1 with loss.correction.mode='mask' or 'reject': ratios are near 1, and the "
-            "loss leaves out those above",
-        )
+        yield "loss.correction.high", f"at least 1 with {modes}"
 
-    # The KL term.
+    # The KL term. Before an update, the divergence from the old policy is 0. In a reward, only the
+    # expected penalty of k1 has the gradient of the divergence.
     if needs_divergences(kl) and kl.anchor == "old":
-        yield (
-            "kl.anchor",
-            "'ref' with kl.apply_to='reward' or a kl.controller: before the update the divergence "
-            "from the old policy is always 0",
-        )
+        yield "kl.anchor", "'ref' with kl.apply_to='reward' or a kl.controller"
     if kl.coef != 0 and kl.apply_to == "reward" and kl.estimator != "k1":
-        yield (
-            "kl.estimator",
-            "'k1' with kl.apply_to='reward': its expected penalty has the gradient of the "
-            "divergence",
-        )
+        yield "kl.estimator", "'k1' with kl.apply_to='reward'"
     is_weighted = kl.controller == "budget" or kl.low_factor != 1 or kl.second_chance
     if kl.apply_to == "reward" and is_weighted:
-        yield (
-            "kl.apply_to",
-            "'loss' with kl.controller='budget', kl.low_factor or kl.second_chance, which weight "
-            "individual tokens or trajectories",
-        )
+        yield "kl.apply_to", "'loss' with kl.controller='budget', kl.low_factor or kl.second_chance"
     num_trajectories = rollout.tasks_per_step * rollout.group_size
     if kl.controller == "adaptive" and kl.adaptive.horizon < num_trajectories:
-        yield (
-            "kl.adaptive.horizon",
-            "at least rollout.tasks_per_step * rollout.group_size: otherwise a step moves the "
-            "coefficient by more than a fifth",
-        )
+        yield "kl.adaptive.horizon", "at least rollout.tasks_per_step * rollout.group_size"
     if kl.controller == "log" and not kl.log.min_coef <= kl.coef <= 100:
         yield "kl.coef", "kl.log.min_coef to 100 with kl.controller='log'"
 
@@ -349,41 +305,31 @@ def _find_filter_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
     if filter.name == "range" and not passes:
         yield (
             "filter.range.low",
-            "exclusive bounds between which the mean of rollout.group_size values can lie",
+            "bounds between which the mean of rollout.group_size values can lie",
         )
     has_kl_reward = kl.coef != 0 and kl.apply_to == "reward" and rollout.async_level == 0
     if filter.key == "seq_final_reward" and not has_kl_reward:
         yield (
             "filter.key",
-            "'seq_reward', unless kl.apply_to='reward' and rollout.async_level=0: groups are "
-            "filtered without a KL term otherwise",
+            "'seq_reward' unless kl.apply_to='reward' and rollout.async_level=0",
         )
     max_tasks = filter.max_batches * (filter.tasks_per_batch or rollout.tasks_per_step)
     if filter.name != "none" and 0 < max_tasks < rollout.tasks_per_step:
-        yield (
-            "filter.max_batches",
-            "enough batches of filter.tasks_per_batch to fill rollout.tasks_per_step, or 0",
-        )
+        yield "filter.max_batches", "0, or enough batches to fill rollout.tasks_per_step"
+    # Other filters drop the groups whose abstentions `boundary_aware` rewards.
     reads_rewards = filter.key in ("seq_reward", "seq_final_reward")
     drops_failures = filter.name == "range" or (filter.name == "varied" and not reads_rewards)
     if shaping.boundary_aware and drops_failures:
         yield (
             "filter.name",
-            "'none', or 'varied' with filter.key='seq_reward', with "
-            "shaping.boundary_aware: other filters drop the groups whose abstentions it rewards",
+            "'none', or 'varied' with filter.key='seq_reward', with shaping.boundary_aware",
         )
     if filter.unfinished_tasks > 0 and (c.model.replay or filter.resample_attempts > 0):
         yield "filter.unfinished_tasks", "0 with model.replay or filter.resample_attempts"
 
-    # Shaping.
+    # The overlong penalty. The longest response follows a prompt of one token.
     if shaping.overlong_buffer > max(0, c.overlong_limit):
-        yield (
-            "shaping.overlong_buffer",
-            "at most shaping.overlong_max_tokens; if that is 0, at most "
-            "rollout.max_response_tokens with env.name='math', else rollout.max_total_tokens - "
-            "rollout.max_prompt_tokens",
-        )
-    # The longest response follows a prompt of one token.
+        yield "shaping.overlong_buffer", f"at most the length limit, {c.overlong_limit}"
     max_response = rollout.max_total_tokens - 1
     if not c.is_multi_turn:
         max_response = min(max_response, rollout.max_response_tokens)
@@ -392,6 +338,8 @@ def _find_filter_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
             "shaping.overlong_max_tokens",
             "less than shaping.overlong_buffer plus the length of the longest response",
         )
+
+    # Rewards of abstentions, in groups where no reward is above 0.
     if shaping.boundary_aware and c.env.name == "math":
         yield "shaping.boundary_aware", "False with env.name='math'"
     needs_failures = shaping.boundary_aware or filter.resample_attempts > 0
@@ -400,20 +348,13 @@ def _find_filter_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
     if needs_failures and is_search_r1 and rewards_format:
         yield (
             "reward.weights",
-            "format=0 and answer=0 with shaping.boundary_aware or filter.resample_attempts: these "
-            "parts pay for wrong answers, and a group counts as failed if no reward is above 0",
+            "format=0 and answer=0, which reward wrong answers, with shaping.boundary_aware or "
+            "filter.resample_attempts",
         )
     if shaping.boundary_aware and shaping.sample_level and not shaping.stage_level:
-        yield (
-            "shaping.stage_level",
-            "True with shaping.sample_level, which works in the late stage only",
-        )
+        yield "shaping.stage_level", "True with shaping.sample_level"
     if has_stage_gate(shaping) and not (c.eval.every_steps and "greedy" in c.eval.suites):
-        yield (
-            "eval.every_steps",
-            "above 0, with 'greedy' in eval.suites, with shaping.stage_level: evaluations end the "
-            "early stage",
-        )
+        yield "eval.every_steps", "above 0, and 'greedy' in eval.suites, with shaping.stage_level"
     if shaping.alpha_init > shaping.alpha_max:
         yield "shaping.alpha_init", "at most shaping.alpha_max"
 
@@ -421,22 +362,13 @@ def _find_filter_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
 def _find_run_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
     """Yield conflicts between settings of the model, environment, budgets and watch."""
     if c.policy.name != LOCAL_MODEL:
+        reason = "with a model behind an endpoint"
         if c.stages != ("evaluate",):
-            yield (
-                "policy.name",
-                f"{LOCAL_MODEL!r} unless stages is ('evaluate',): a model behind an endpoint has "
-                "no weights to train",
-            )
+            yield "policy.name", f"{LOCAL_MODEL!r} unless stages is ('evaluate',)"
         if c.rollout.overlong_prompts == "truncate_left":
-            yield (
-                "rollout.overlong_prompts",
-                "'refuse' or 'drop' with a model behind an endpoint: messages are never truncated",
-            )
+            yield "rollout.overlong_prompts", f"'refuse' or 'drop' {reason}"
         if c.model.replay:
-            yield (
-                "model.replay",
-                "False with a model behind an endpoint: it does not report its experts",
-            )
+            yield "model.replay", f"False {reason}"
     if "train" in c.stages and bool(c.num_steps) == bool(c.num_epochs):
         yield "num_epochs", "0 with num_steps above 0, or above 0 with num_steps=0"
     held_out = c.tasks.eval
@@ -454,14 +386,11 @@ def _find_run_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
         yield (
             "env.step_deadline_s",
             "0, or at least search.deadline_s + search.outage_deadline_s + rollout.max_num_seqs / "
-            "search.queries_per_second: otherwise it ends episodes before search.on_outage can",
+            "search.queries_per_second",
         )
     prices = [price for tool, price in c.ledger.prices.items() if tool not in c.reward.judges]
     if c.rollout.max_cost > 0 and not (c.env_accepts("budget") and any(prices)):
-        yield (
-            "rollout.max_cost",
-            "0 without ledger.prices of tools, and with an environment that does not take `budget`",
-        )
+        yield "rollout.max_cost", "0 unless ledger.prices has tools and the environment a `budget`"
     signs = getattr(c.detector.function, "signs", None) if c.detector else None
     if signs is not None and not {*c.watch.actions} <= {*signs}:
         yield "watch.actions", f"some of {', '.join(signs)}"
@@ -480,39 +409,31 @@ def _find_suite_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
         if "empty_search" in suites and not has_engine:
             yield key, "suites without empty_search if there is no search"
         if "random_search" in suites and not has_corpus:
-            yield (
-                key,
-                "suites without random_search unless a corpus is searched: search.engine 'local', "
-                "'dense' or 'hybrid', or a custom engine with `documents`",
-            )
+            engines = "'local', 'dense', 'hybrid' or a custom engine with `documents`"
+            yield key, f"suites without random_search unless search.engine is {engines}"
 
 
 def _find_environment_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
     """Yield conflicts between several environments and the settings that they share."""
     for name, environment in c.members.items():
+        section = f"environments.{name}"
         if environment.has_custom_rollout:
-            reject_value(
-                f"environments.{name}.env.name",
-                environment.env.name,
-                "an environment without its own rollout, such as 'search'; train this one alone",
-            )
+            value, expected = environment.env.name, "an environment without its own rollout"
+            reject_value(f"{section}.env.name", value, expected)
         if TOTAL_REWARD in (*environment.environment_parts, *environment.reward_parts):
-            reject_value(
-                f"environments.{name}.reward.weights",
-                environment.reward.weights,
-                f"other names: evaluations use {TOTAL_REWARD!r} for the total; rename the function",
-            )
+            expected = f"other names, since {TOTAL_REWARD!r} is the total; rename the function"
+            reject_value(f"{section}.reward.weights", environment.reward.weights, expected)
     if c.sft.source:
         yield "sft.source", "'' with environments: each of them sets its own"
     # Methods that compare or average over groups would compare different environments.
-    reason = "with environments: it compares groups with each other, not only within a group"
+    reason = "with environments, since it compares groups with each other"
     if c.advantage.name in ("reinforce_plus_plus", "pass_at_k_entropy_guided"):
         yield "advantage.name", f"another estimator {reason}"
     shaping, kl = c.shaping, c.kl
     if shaping.entropy_reward:
         yield "shaping.entropy_reward", f"False {reason}"
     if kl.controller == "budget":
-        yield "kl.controller", f"another one {reason}"
+        yield "kl.controller", f"another controller {reason}"
     for key, default in (("kl.low_factor", 1.0), ("kl.second_chance", False)):
         if _get_value(c, key) != default:
             yield key, f"{default} {reason}"
@@ -520,10 +441,7 @@ def _find_environment_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
         yield "shaping.stage_level", "False with environments: one accuracy ends the early stage"
     is_multi_turn = {environment.is_multi_turn for environment in c.members.values()}
     if shaping.overlong_buffer and not shaping.overlong_max_tokens and len(is_multi_turn) > 1:
-        yield (
-            "shaping.overlong_max_tokens",
-            "above 0 with environments of which only some have tools: the default differs",
-        )
+        yield "shaping.overlong_max_tokens", "above 0 if only some environments have tools"
     if c.filter.get("unanswerable") == "drop":
         yield "filter.unanswerable", "'keep' with environments"
 
@@ -532,16 +450,12 @@ def _find_limit_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
     """Yield a finding for each numeric setting that conflicts with another setting."""
     # Mini-batches and lengths.
     rollout, context, optimizer = c.rollout, c.rollout.context, c.optimizer
+    total = f"rollout.max_total_tokens={rollout.max_total_tokens}"
     if rollout.tasks_per_step % optimizer.num_minibatches:
-        yield (
-            "optimizer.num_minibatches",
-            f"a divisor of rollout.tasks_per_step={rollout.tasks_per_step}; groups are not split",
-        )
+        divisor = f"a divisor of rollout.tasks_per_step={rollout.tasks_per_step}"
+        yield "optimizer.num_minibatches", divisor
     if rollout.max_prompt_tokens >= rollout.max_total_tokens:
-        yield (
-            "rollout.max_prompt_tokens",
-            f"less than rollout.max_total_tokens={rollout.max_total_tokens}",
-        )
+        yield "rollout.max_prompt_tokens", f"less than {total}"
     length_key = "rollout.max_total_tokens"
     if c.has_contexts:
         length_key = "rollout.context.max_tokens"
@@ -550,15 +464,10 @@ def _find_limit_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
             yield (
                 length_key,
                 f"at least rollout.max_prompt_tokens + rollout.context.turn_tokens={min_tokens}, "
-                f"and at most rollout.max_total_tokens={rollout.max_total_tokens}, which counts "
-                "all contexts",
+                f"and at most {total}, which counts all contexts",
             )
         if c.shaping.overlong_buffer and not c.shaping.overlong_max_tokens:
-            yield (
-                "shaping.overlong_max_tokens",
-                "above 0 with rollout.context.name: rollout.max_total_tokens counts repeated "
-                "tokens in each context",
-            )
+            yield "shaping.overlong_max_tokens", "above 0 with rollout.context.name"
         if c.policy.name != LOCAL_MODEL:
             yield "rollout.context.name", "'none' with a policy.name other than 'model'"
     if rollout.chunk_tokens > c.context_tokens:
@@ -568,11 +477,7 @@ def _find_limit_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
     if not all(type(k) is int and 1 <= k <= samples for k in c.eval.ks):
         yield "eval.ks", f"a tuple of integers from 1 to eval.samples={samples}"
     if c.eval.patience and not (c.checkpoint.keep_best and c.eval.every_steps):
-        yield (
-            "eval.patience",
-            "0, unless checkpoint.keep_best and eval.every_steps are above 0: the stage ends with "
-            "the best checkpoint",
-        )
+        yield "eval.patience", "0, unless checkpoint.keep_best and eval.every_steps are above 0"
 
 
 def _find_missing_metric(c: ResolvedConfig) -> Iterator[Finding]:
@@ -598,11 +503,8 @@ def _find_missing_metric(c: ResolvedConfig) -> Iterator[Finding]:
     if not is_computed:
         kinds = [f"mean@{samples}" if suite == "sampled" else suite for suite in suites]
         known = " or ".join(f"val-core/all/exact_match/{kind}" for kind in kinds) or "nothing"
-        yield (
-            "eval.best_metric",
-            f"a metric that eval.suites={suites} and eval.samples={samples} write, such as "
-            f"{known}; or set checkpoint.keep_best to 0",
-        )
+        expected = f"a metric of eval.suites={suites} and eval.samples={samples}, such as {known}"
+        yield "eval.best_metric", f"{expected}; or set checkpoint.keep_best to 0"
 
 
 def _find_missing_values(c: ResolvedConfig, *, needs_data: bool) -> Iterator[Finding]:
@@ -610,11 +512,7 @@ def _find_missing_values(c: ResolvedConfig, *, needs_data: bool) -> Iterator[Fin
     if not c.model.path:
         yield "model.path", "a path"
     if needs_data and "sft" in c.stages and not c.sft.source:
-        yield (
-            "sft.source",
-            "a JSONL file of chats (docs/data.md) for the stage 'sft'; or leave 'sft' out of "
-            "config.stages",
-        )
+        yield "sft.source", "a JSONL file of chats (docs/data.md) for the stage 'sft'"
     sections = {f"policy.{c.policy.name}"}
     engine = c.search.engine
     if c.has_search:
@@ -645,19 +543,8 @@ def _find_unusual_settings(c: ResolvedConfig) -> Iterator[Finding]:
     for stage, section in (("train", "optimizer"), ("sft", "sft.optimizer")):
         num_updates = c.count_updates(stage) if stage in c.stages else 0
         if 0 < num_updates < c[section].warmup_steps:
-            yield (
-                f"{section}.warmup_steps",
-                f"at most {num_updates}, the updates of this run: the learning rate does not "
-                "reach its peak",
-            )
+            yield f"{section}.warmup_steps", f"at most {num_updates}, the updates of this run"
     if is_training and c.filter.unfinished_tasks > c.rollout.tasks_per_step:
-        yield (
-            "filter.unfinished_tasks",
-            "at most rollout.tasks_per_step: with more, a task waits for several steps, and "
-            "training uses samples of old weights",
-        )
+        yield "filter.unfinished_tasks", "at most rollout.tasks_per_step, to train on new samples"
     if c.rollout.max_response_tokens > c.rollout.max_total_tokens:
-        yield (
-            "rollout.max_response_tokens",
-            "at most rollout.max_total_tokens, which also counts the prompt and observations",
-        )
+        yield "rollout.max_response_tokens", "at most rollout.max_total_tokens"

@@ -177,11 +177,11 @@ def check_fixed_keys(
 
 
 def find_changes(
-    record: RunRecord, config: Mapping[str, Any], contents: Mapping[str, str] | None = None
+    record: RunRecord, config: Mapping[str, Any], contents: Mapping[str, str]
 ) -> list[Change]:
     """Return the differences between a run and this launch.
 
-    `contents` holds the fingerprints of this launch's files; None if files are not compared yet.
+    `contents` holds the fingerprints of this launch's files.
     """
     now, begun = (normalize_json(expand_environments(values)) for values in (config, record.config))
     of_environments = [key for key in now | begun if key.startswith("environments.")]
@@ -192,11 +192,6 @@ def find_changes(
     changed_keys = [
         key for key in changed_keys if not (key.endswith(automatic) and now.get(key) == 0)
     ]
-    if contents is None:  # a new path may hold the same files
-        changed_keys = [
-            key for key in changed_keys if not _select_fingerprints(key, record.contents)
-        ]
-        contents = {}
     # A missing extra's keys are not a change. Settings that need it are rejected elsewhere.
     removed_keys = [
         key for key in record.config.keys() - KEYS.keys() if not find_missing_extra(key)

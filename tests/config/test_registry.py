@@ -52,9 +52,9 @@ def build_thing(engine, *, size, color="red"):
 
 def test_settings_and_offered_objects_are_bound_by_name():
     assert instantiate("x.settings", build_thing, {"size": 2}, engine=1, other=0) == (1, 2, "red")
-    with pytest.raises(ValueError, match="config.x.settings does not fit build_thing"):
+    with pytest.raises(ValueError, match=r"config\.x\.settings does not fit build_thing"):
         instantiate("x.settings", build_thing, {"sise": 2}, engine=1)
-    with pytest.raises(ValueError, match="missing a required argument: 'size'; expected"):
+    with pytest.raises(ValueError, match=r"missing a required argument: 'size'; expected"):
         instantiate("x.settings", build_thing, {}, engine=1)
 
 

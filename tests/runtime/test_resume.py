@@ -39,12 +39,12 @@ def begin(workdir, *, position=None, **changes):
     return config
 
 
-def find_changes(workdir, contents=None, **changes):
+def find_changes(workdir, contents=(), **changes):
     """Return the changes of a configuration since the record of a run."""
-    return resume.find_changes(read_record(workdir), flatten(configured(**changes)), contents)
+    return resume.find_changes(read_record(workdir), flatten(configured(**changes)), dict(contents))
 
 
-def find_refused(workdir, contents=None, **changes):
+def find_refused(workdir, contents=(), **changes):
     """Return the keys that need consent."""
     return [
         change.key for change in find_changes(workdir, contents, **changes) if not change.is_free
@@ -158,7 +158,6 @@ def test_another_path_with_the_same_content_is_free(tmp_path):
     moved = {"tasks.train.source": "elsewhere/train.jsonl", "model.path": "elsewhere/small"}
     changes = find_changes(tmp_path, CONTENTS, **moved)
     assert [(c.key, c.is_free) for c in changes] == [(key, True) for key in sorted(moved)]
-    assert find_refused(tmp_path, None, **moved) == []  # unknown until the files are read
     changed = {**CONTENTS, "tasks.train.source": "xx"}
     assert find_refused(tmp_path, changed, **moved) == ["tasks.train.source"]
 
@@ -262,7 +261,7 @@ def test_a_configuration_lost_everywhere_needs_consent(tmp_path):
         read_record(tmp_path)
     record = read_record(tmp_path, accept_changes=True)
     assert record.warnings[0].endswith("nothing records the configuration")
-    assert resume.find_changes(record, flatten(configured(seed=7)), None) == []
+    assert resume.find_changes(record, flatten(configured(seed=7)), {}) == []
     resume.write_config(tmp_path, configured(seed=7))
     assert (tmp_path / "config.json.damaged").read_text() == "{"
     assert json.loads((tmp_path / "config.json").read_text())["seed"] == 7
