@@ -158,7 +158,7 @@ def evaluate_step(
             step,
         ) or ({}, {})
         progress = Progress.from_json(position, components.method)
-        run_state = RunState(
+        run_state = make_run_state(
             settings=settings,
             workdir=workdir,
             components=components,
@@ -168,12 +168,7 @@ def evaluate_step(
             progress=progress,
             restored=restored,
             should_stop=should_stop,
-            run_suites=run_suites,
-            write_samples=write_samples,
-            origin=make_origin(settings, contents),
-            failures=FailureCounter(
-                limit=settings.max_failed_steps, log=display.log, num_batches=0
-            ),
+            contents=contents,
             saved=dataclasses.replace(progress),
         )
         params = load_initial_params(run_state)
@@ -309,10 +304,7 @@ def load_run_state(
     if is_main:
         environment = workdir / "environment.json"
         write_environment(environment, progress.step, components, display.log)
-    failures = FailureCounter(
-        limit=settings.max_failed_steps, log=display.log, num_batches=progress.num_failed
-    )
-    return RunState(
+    return make_run_state(
         settings=settings,
         workdir=workdir,
         components=components,
@@ -322,14 +314,8 @@ def load_run_state(
         progress=progress,
         restored=restored,
         should_stop=should_stop,
-        run_suites=run_suites,
-        write_samples=write_samples,
-        origin=make_origin(settings, contents),
-        failures=failures,
+        contents=contents,
         saved=dataclasses.replace(progress) if checkpoint else None,
-        make_token_logger=partial(make_token_logger, settings.num_logged_trajectories)
-        if settings.tokens
-        else None,
     )
 
 
@@ -385,9 +371,30 @@ def apply_rollback(
         progress.best = dataclasses.replace(progress.best, mark=best_fields["value"], **best_fields)
 
 
-def make_origin(settings: Settings, contents: Mapping[str, str]) -> dict[str, Any]:
-    """Return the configuration and file fingerprints, which are compared on resume."""
-    return {"config": flatten(settings.values), "contents": dict(contents)}
+def make_run_state(
+    settings: Settings,
+    progress: Progress,
+    display: Display,
+    contents: Mapping[str, str],
+    **fields: Any,
+) -> RunState:
+    """Create a run state. `fields` are its other fields; see `run` for the arguments."""
+    failures = FailureCounter(
+        limit=settings.max_failed_steps, log=display.log, num_batches=progress.num_failed
+    )
+    count = settings.num_logged_trajectories
+    return RunState(
+        settings=settings,
+        progress=progress,
+        display=display,
+        failures=failures,
+        # These are compared on resume.
+        origin={"config": flatten(settings.values), "contents": dict(contents)},
+        run_suites=run_suites,
+        write_samples=write_samples,
+        make_token_logger=partial(make_token_logger, count) if settings.tokens else None,
+        **fields,
+    )
 
 
 def load_initial_params(run_state: RunState) -> Params:

@@ -36,9 +36,9 @@ def serialize_trajectory(trajectory: Trajectory) -> dict[str, Any]:
     Arrays are encoded as base64 of their little-endian bytes. `RECOMPUTED_FIELDS` are omitted, as
     are `attachments`, which `Processor.with_images` restores from the images.
     """
-    known = [field.name for field in dataclasses.fields(trajectory)]
+    names = [field.name for field in dataclasses.fields(trajectory)]
     omitted = (*RECOMPUTED_FIELDS, "attachments", "token_arrays")  # `token_arrays` is added below
-    fields = {name: getattr(trajectory, name) for name in known if name not in omitted}
+    fields = {name: getattr(trajectory, name) for name in names if name not in omitted}
     for name, dtype in ARRAYS.items():
         fields[name] = _encode_array(fields[name], dtype)
     for name, array in trajectory.token_arrays.items():
@@ -64,8 +64,7 @@ def deserialize_trajectory(saved: Mapping[str, Any]) -> Trajectory:
     Raises:
         UnreadableImageError: An image file is missing or has changed.
     """
-    known = {field.name for field in dataclasses.fields(Trajectory)}
-    fields = {name: value for name, value in saved.items() if name in known}
+    fields = dict(saved)
     for name, dtype in ARRAYS.items():
         fields[name] = _decode_array(fields[name], dtype)
     if token_arrays := fields.get("token_arrays"):
@@ -79,11 +78,11 @@ def deserialize_trajectory(saved: Mapping[str, Any]) -> Trajectory:
     task["images"] = _deserialize_pictures(task)
     fields["task"] = Task(**task)
     fields["turns"] = tuple(map(_deserialize_turn, fields["turns"]))
-    fields["reward_records"] = _deserialize_records(fields.get("reward_records", ()))
+    fields["reward_records"] = _deserialize_records(fields["reward_records"])
     for name in ("turn_starts", "turn_rewards", "turn_advantages"):
-        if fields.get(name) is not None:  # absent in old checkpoints
+        if fields[name] is not None:
             fields[name] = tuple(fields[name])
-    fields["contexts"] = tuple(map(tuple, fields.get("contexts", ())))
+    fields["contexts"] = tuple(map(tuple, fields["contexts"]))
     fields["outcome"] = Outcome(fields["outcome"])
     return Trajectory(**fields)
 
@@ -99,7 +98,7 @@ def _decode_array(text: str, dtype: DTypeLike) -> np.ndarray:
 
 
 def _deserialize_turn(saved: Mapping[str, Any]) -> Turn:
-    records = _deserialize_records(saved.get("records", ()))
+    records = _deserialize_records(saved["records"])
     results = tuple(saved.get("results", ()))
     return Turn(
         **{**saved, "records": records, "results": results, "images": _deserialize_pictures(saved)}

@@ -34,7 +34,6 @@ class Tokenizer:
         eos_ids: Ids that end the model's message, starting with the tokenizer's EOS id.
         opener: Text that the chat template writes at the start of the model's message, and thus at
             the end of every prompt; "" for most templates.
-        pad_id: Padding id, which must not be used to compute masks.
         image_id: Id of the image token; None if the model does not support images.
         video_id: Id of the video token; None if the model does not support videos.
         now: Time passed to the chat template.
@@ -106,8 +105,6 @@ class Tokenizer:
                 "neither the tokenizer nor generation_config.json names an end-of-sequence token; "
                 "set `eos_token` in tokenizer_config.json."
             )
-        pad = hf_tokenizer.pad_token_id
-        self.pad_id = self.eos_ids[0] if pad is None else pad
         special = [token["id"] for token in spec["added_tokens"] if token["special"]]
         self._added_ids = {token["id"] for token in spec["added_tokens"]}
         # The chat template, with a fixed time so that all prompts of a run have the same date.

@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -39,9 +39,11 @@ class MonitorClient:
             deadline_s: Seconds of silence after which a process counts as lost.
         """
         index, name = jax.process_index(), f"{socket.gethostname()}, pid {os.getpid()}"
-        # Processes may reach the host of process 0 at different addresses.
-        routes = gather(find_reachable_address(find_main_address(coordinator)))
-        listener = open_listener(routes[1:]) if index == 0 else None
+        host, listener = find_main_address(coordinator), None
+        if index == 0:
+            is_dual = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if is_dual else socket.AF_INET
+            listener = socket.create_server(("", 0), family=family, dualstack_ipv6=is_dual)
         port = listener.getsockname()[1] if listener else 0
         processes = gather([name, port, secrets.token_hex(16)])
         _, hub_port, token = processes[0]
@@ -49,7 +51,7 @@ class MonitorClient:
             "index": index,
             "pid": os.getpid(),
             "names": [name for name, *_ in processes],
-            "hub": (routes[index], hub_port),
+            "hub": (host, hub_port),
             "hub_fd": listener.fileno() if listener else -1,
             "token": token,
             "deadline_s": deadline_s,
@@ -184,7 +186,8 @@ def _check_port(coordinator: str) -> None:
     )
     host = bind_host.strip("[]")
     try:
-        socket.create_server((host, int(port)), family=_get_address_family(host)).close()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        socket.create_server((host, int(port)), family=family).close()
     except OSError as error:
         why = os.strerror(error.errno or 0)
         raise OSError(
@@ -241,40 +244,6 @@ def find_local_address() -> str:
     """Return this host's address on its default route, or its host name if it has none."""
     for family, remote in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((remote, _ANY_PORT))  # reserved for documentation; nothing is sent
+            probe.connect((remote, 9))  # reserved for documentation; UDP sends nothing
             return str(probe.getsockname()[0])
     return socket.gethostname()
-
-
-def find_reachable_address(host: str) -> str:
-    """Return the address at which this host reaches `host`, or `host` if there is no route."""
-    addresses: list[Any] = []
-    with contextlib.suppress(OSError):
-        addresses = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)
-    for family, kind, protocol, _, address in addresses:
-        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)  # UDP: looks up the route and sends nothing
-            return str(probe.getpeername()[0])
-    return host
-
-
-_ANY_PORT = 9
-"""Port for sockets that look up a route; no packet is sent there."""
-
-
-def _get_address_family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
-
-
-def open_listener(routes: Sequence[str]) -> socket.socket:
-    """Open a socket that listens on the address at which the other processes reach this host.
-
-    It listens on all addresses if `routes` differ, or if this host does not have the address, as
-    with a virtual address.
-    """
-    if len(set(routes)) == 1:
-        with contextlib.suppress(OSError):
-            return socket.create_server((routes[0], 0), family=_get_address_family(routes[0]))
-    is_dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if is_dual else socket.AF_INET
-    return socket.create_server(("", 0), family=family, dualstack_ipv6=is_dual)

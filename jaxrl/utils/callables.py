@@ -89,11 +89,7 @@ def format_failure(error: BaseException) -> str:
 
     Only the first line of the message is used, since JAX appends its own traceback.
     """
-    try:
-        text = str(error)
-    except Exception:  # the `__str__` of a user-defined exception may fail
-        text = ""
-    message = f"{type(error).__name__}: {text}".removesuffix(": ")[:MAX_ERROR_CHARS]
+    message = f"{type(error).__name__}: {error}".removesuffix(": ")[:MAX_ERROR_CHARS]
     first = (message.splitlines() or [""])[0].rstrip(".")
     frames = [
         frame

@@ -29,11 +29,7 @@ _CANCEL_TIMEOUT_S = 1.0  # time for a canceled coroutine to end
 
 def format_error(error: BaseException) -> str:
     """Return the type and text of an exception, redacted, in at most `MAX_ERROR_CHARS`."""
-    try:
-        text = str(error)
-    except Exception:  # the `__str__` of a user-defined exception may fail
-        text = ""
-    return redact(f"{type(error).__name__}: {text}".removesuffix(": "))[:MAX_ERROR_CHARS]
+    return redact(f"{type(error).__name__}: {error}".removesuffix(": "))[:MAX_ERROR_CHARS]
 
 
 def format_error_report(error: BaseException) -> str:

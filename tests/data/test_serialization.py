@@ -47,22 +47,6 @@ def test_what_a_step_recomputes_is_not_saved():
     assert (restored.divergence, restored.windows, restored.advantage) == (None, None, None)
 
 
-def test_older_trajectories_are_read():
-    """They lack some fields and have others that no longer exist."""
-    judged = dataclasses.replace(
-        make_trajectory(), reward_records=(CallRecord(call="p", tool="j"),)
-    )
-    saved = serialize_trajectory(judged) | {"group_id": 3}
-    del saved["reward_records"]
-    for turn in saved["turns"]:
-        del turn["records"]
-    saved = {name: saved[name] for name in saved if not name.startswith(("turn_", "rest"))}
-    restored = deserialize_trajectory(saved)
-    assert restored.reward_records == ()
-    assert (restored.turn_starts, restored.turn_rewards) == ((), ())
-    assert restored.turn_advantages is None
-
-
 def test_rewards_of_turns_survive_json():
     trajectory = in_turns([0.1, -0.2], 1 / 3, lengths=[1, 2])
     trajectory = dataclasses.replace(trajectory, advantage=0.5, turn_advantages=(0.1, 0.7))

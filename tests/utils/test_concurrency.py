@@ -7,28 +7,12 @@ import threading
 import time
 from functools import partial
 
-import pytest
-
 from jaxrl.utils.concurrency import (
     ThreadPool,
     call_once,
-    format_error,
     parallel_map,
     run_in_thread,
 )
-
-
-class UnprintableError(Exception):
-    def __str__(self):
-        raise RuntimeError("no text either")
-
-
-@pytest.mark.parametrize(
-    ("error", "text"),
-    [(ValueError("x"), "ValueError: x"), (UnprintableError(), "UnprintableError")],
-)
-def test_errors_are_formatted_with_their_type(error, text):
-    assert format_error(error) == text
 
 
 def test_items_are_processed_concurrently_in_a_bounded_number_of_threads():

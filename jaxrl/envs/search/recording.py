@@ -24,9 +24,9 @@ class Recording:
     ```
 
     A key is the SHA-256 of engine, settings and query; a digest is the SHA-256 of key and result.
-    Truncated lines, and lines with a wrong digest, are ignored with a warning. Lines from old
-    versions have no digest. If a query has several results, the first is used. Each process writes
-    a separate file. Only the positions of results are kept in memory, not their text.
+    Truncated lines, and lines with a wrong digest, are ignored with a warning. If a query has
+    several results, the first is used. Each process writes a separate file. Only the positions of
+    results are kept in memory, not their text.
     """
 
     def __init__(
