@@ -92,12 +92,6 @@ class Prompt:
     examples: tuple[Message, ...] = ()
     render: Callable[[Task], str] | None = None
 
-    def __post_init__(self) -> None:
-        if "{question}" not in self.template:
-            raise ValueError(
-                f"the prompt template {self.template!r} does not contain {{question}}."
-            )
-
     def messages(self, task: Task) -> list[Message]:
         """Return the initial messages of an episode; `task.messages` replaces the template."""
         if task.messages is not None:

@@ -99,13 +99,7 @@ def summarize(
         seed: Random seed for the bootstrap.
         weights: Weights of the reward parts.
     """
-    sizes = sorted({len(question.trajectories) for question in questions})
-    if len(sizes) != 1:
-        raise ValueError(
-            f"questions have {' and '.join(map(str, sizes)) or 'no'} samples; expected the same "
-            "number for every question."
-        )
-    [num_samples] = sizes
+    [num_samples] = {len(question.trajectories) for question in questions}
     ks = get_subset_sizes(num_samples, ks)
     # One row of metrics per question; NaN for a metric that does not apply.
     measured = []

@@ -1,9 +1,7 @@
-from functools import partial
-
 import pytest
 
 from jaxrl.envs.base import Episode, Outcome, Prompt, Task, Turn
-from jaxrl.envs.protocol import bapo, search_r1
+from jaxrl.envs.protocol import bapo
 from jaxrl.envs.search.base import EmptySearch, SearchEngine
 from jaxrl.envs.search_env import SearchEnv
 from jaxrl.utils.concurrency import MAX_ERROR_CHARS
@@ -179,20 +177,6 @@ def test_verdicts(texts, verdicts):
     assert (reward.is_correct, reward.is_abstention, reward.is_well_formed) == verdicts
 
 
-def test_amounts_of_format_and_answer_are_settings():
-    amounts = {"format_reward": -0.25, "format_failure": 0.5, "answer_reward": 4.0}
-    protocol = partial(search_r1, **amounts, exact_match_bonus=7.0, not_found=0.25)
-    env = make_env(protocol=protocol, correct_by="answer")
-    texts = ["<answer>Paris</answer>", "<answer>paris!</answer>", "<answer>未找到相关内容</answer>"]
-    group = [Episode(task=TASK, turns=[Turn(text=text)]) for text in (*texts, "Paris")]
-    scored = env.score(group)
-    assert [reward.parts["answer"] for reward in scored] == [7.0, 4.0, 0.25, 0.0]
-    assert [reward.parts["format"] for reward in scored] == [-0.25, -0.25, -0.25, 0.5]
-    # The verdicts do not depend on the amounts.
-    assert [reward.is_correct for reward in scored] == [True, True, False, False]
-    assert [reward.is_well_formed for reward in scored] == [True, True, True, False]
-
-
 def test_an_abstention_has_its_own_outcome():
     env = make_env()
     episode = play(env, TASK, ["<search>q</search>", "<answer>Sorry, I don’t know.</answer>"])
@@ -230,8 +214,3 @@ def test_an_episode_in_the_bapo_protocol():
         {"format": 0, "bapo": 2 / 3, "exact_match": 0, "f1": 2 / 3}
     )
     assert (reward.is_correct, reward.is_abstention, reward.is_well_formed) == (False, False, True)
-
-
-def test_an_unknown_correctness_part_is_refused():
-    with pytest.raises(ValueError, match="expected one of answer, exact_match, f1"):
-        make_env(correct_by="format")

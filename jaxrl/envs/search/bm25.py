@@ -107,12 +107,9 @@ class LocalSearch(DocumentSearch):
             FileNotFoundError: The corpus does not exist.
             PermissionError: The corpus or index cannot be read, or the index cannot be written.
             NotADirectoryError: `index` is a file.
-            ValueError: The corpus is malformed or empty, the index is damaged, or `topk` is less
-                than 1.
+            ValueError: The corpus is malformed or empty, or the index is damaged.
         """
         corpus, index_dir = Path(corpus), get_index_folder(corpus, index)
-        if topk < 1:
-            raise ValueError(f"topk is {topk}; expected at least 1 document per query.")
         self.topk = topk
         self.documents = CorpusDocuments(corpus)
         check_corpus(corpus, index_dir, section="search.local")

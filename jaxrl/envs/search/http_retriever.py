@@ -73,10 +73,6 @@ class HttpRetriever(DocumentSearch):
         # Fail now rather than at the first search.
         check_url("search.http.url", url, keys_from="config.search.http.key_env")
         secret = read_api_key("search.http.key_env", key_env) if key_env else ""
-        if protocol not in PATHS:
-            raise ValueError(
-                f"config.search.http.protocol is {protocol!r}; expected one of {', '.join(PATHS)}."
-            )
         # A single-query endpoint of FlashRAG takes one query per request.
         self.topk, self._protocol = topk, protocol
         path = urlsplit(url).path

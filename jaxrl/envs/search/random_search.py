@@ -13,13 +13,8 @@ class RandomSearch(DocumentSearch):
     """Search engine that returns uniformly random documents, determined by query and seed."""
 
     def __init__(self, engine: DocumentSearch, *, seed: int) -> None:
-        """Copy the documents and settings of the engine that this one replaces.
-
-        Raises:
-            ValueError: The engine's documents are not available.
-        """
-        if engine.documents is None:
-            raise ValueError(f"{type(engine).__name__} has no documents to sample from.")
+        """Copy the settings of an engine whose `documents` are available."""
+        assert engine.documents is not None
         self.topk, self.blank = engine.topk, engine.blank
         self._documents, self._seed = engine.documents, seed
 

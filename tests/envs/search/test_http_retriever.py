@@ -299,9 +299,7 @@ def test_a_key_is_sent_and_never_shown(monkeypatch):
         HttpRetriever(server.url, key_env="RETRIEVER_KEY")
 
 
-def test_urls_with_passwords_and_unknown_protocols_are_refused():
+def test_urls_with_passwords_are_refused():
     with pytest.raises(ValueError, match=r"config.search.http.url contains a user") as raised:
         HttpRetriever("http://u:secret@x/")
     assert "secret" not in str(raised.value)
-    with pytest.raises(ValueError, match=r"config.search.http.protocol is 'bm25'"):
-        HttpRetriever("http://127.0.0.1:1", protocol="bm25")
