@@ -40,7 +40,6 @@ FLAG_RANGES = {
     "rows": (1, math.inf),
     "queue": (1, math.inf),
     "deadline_s": (sys.float_info.min, math.inf),
-    "max_body_mib": (sys.float_info.min, 2**20),
     "end_s": (0, threading.TIMEOUT_MAX),
 }
 """Inclusive minimum and maximum of each numeric flag."""
@@ -66,7 +65,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="seconds per completion; default: 600")  # fmt: skip
     add("--end_s", type=float, default=30.0, metavar="S",
         help="seconds for running completions at shutdown; default: 30")  # fmt: skip
-    add("--max_body_mib", type=float, default=16.0, metavar="MIB")
     parser.epilog = "--config.key=value sets a key of the configuration."
     arguments, overrides = parser.parse_known_args(argv)
     for name in ("absl", "jax._src.xla_bridge"):
@@ -94,8 +92,8 @@ def serve(arguments: argparse.Namespace, overrides: Sequence[str], display: Disp
             raise ValueError(f"--{name}={value:g}; expected {low:g} to {high:g}.")
     # Check the flags and bind the port first, since loading the model is slow.
     key = os.environ.get(arguments.key_env, "").strip()
-    if arguments.key_env and not key:
-        raise ValueError(f"--key_env={arguments.key_env} is not set; expected the key there.")
+    if arguments.key_env and not (key and key.isascii()):
+        raise ValueError(f"--key_env={arguments.key_env} is not set; expected an ASCII key there.")
     try:
         from jaxrl.extras.serve.server import Endpoint, Server, bind_port
     except ImportError as error:
@@ -128,7 +126,6 @@ def serve(arguments: argparse.Namespace, overrides: Sequence[str], display: Disp
             name=loaded.name,
             key=key,
             deadline_s=arguments.deadline_s,
-            max_body_mib=arguments.max_body_mib,
             stops=loaded.stops,
         )
         server = Server(endpoint, arguments.host, listener)

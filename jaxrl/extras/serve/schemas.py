@@ -105,24 +105,13 @@ def validate(value: Any, model: type[BodyType]) -> BodyType:
         return model.model_validate(value)
     except ValidationError as error:
         first_error = error.errors(include_url=False, include_context=False)[0]
-        param = _format_field_path(first_error["loc"])
+        parts = (f"[{p}]" if isinstance(p, int) else f".{p}" for p in first_error["loc"])
+        param = "".join(parts).removeprefix(".")
         received = (
             "missing" if first_error["type"] == "missing" else shorten_repr(first_error["input"])
         )
         message = f"{param or 'the body'} is {received}. {first_error['msg']}."
         raise RequestError(400, message, param=param or None) from None
-
-
-def _format_field_path(location: Sequence[int | str]) -> str:
-    """Format pydantic's location of a field as a path, omitting content-block types."""
-    path = ""
-    for index, part in enumerate(location):
-        is_type = 2 <= index < len(location) - 1 and location[index - 2] == "content"
-        if isinstance(part, int):
-            path += f"[{part}]"
-        elif not is_type:
-            path += f".{part}"
-    return path.removeprefix(".")
 
 
 def shorten_repr(value: Any) -> str:

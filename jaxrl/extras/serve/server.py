@@ -15,10 +15,11 @@ import json
 import re
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
+import numpy as np
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -30,12 +31,7 @@ from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.extras.serve import completions, messages
 from jaxrl.extras.serve.chats import ChatHistory
 from jaxrl.extras.serve.errors import RequestError
-from jaxrl.extras.serve.generation import (
-    Completion,
-    CompletionCache,
-    Event,
-    ServedModel,
-)
+from jaxrl.extras.serve.generation import Completion, CompletionCache, Event, ServedModel
 from jaxrl.extras.serve.schemas import CountTokensBody
 from jaxrl.extras.serve.worker import Worker
 
@@ -43,26 +39,15 @@ if TYPE_CHECKING:
     from jaxrl.extras.serve.agents.sessions import AgentSession
 
 LOOPBACK = "127.0.0.1"
-LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
-"""Loopback addresses."""
-
-HOST_NAMES = ("localhost", "127.0.0.1", "[::1]")
-"""Accepted host names of a server on the loopback interface."""
-
-BODY_TIMEOUT_S = 60.0
-"""Time limit for receiving a body, in seconds."""
-
-MAX_CONNECTIONS, MAX_SESSION_NAME = 4096, 256
+LOOPBACK_HOSTS = ("localhost", LOOPBACK, "::1")
+MAX_BODY_BYTES = 16 * 2**20
+MAX_CONNECTIONS = 4096
 MESSAGES = "/v1/messages"
-MAX_INLINE_BODY = 2**15
-"""Maximum size of a body parsed on the event loop, in bytes; threads parse larger bodies."""
-
 SHUTDOWN_TIMEOUT_S = 2
 """Time limit for closing connections after the last completion at shutdown, in seconds."""
 
 SESSION_PATH = re.compile(r"/r/([A-Za-z0-9._~:@-]{1,128})(/.*)")
-"""Pattern of URL paths that start with a session name."""
-
+"""URL path that starts with the name of a session."""
 
 DIALECTS: Mapping[str, tuple[Any, Any, Any]] = {
     "/v1/chat/completions": (
@@ -95,7 +80,6 @@ class Endpoint:
         name: str,
         key: str = "",
         deadline_s: float = 600.0,
-        max_body_mib: float = 16.0,
         max_cached: int = 512,
         stops: tuple[str, ...] = (),
         sessions: Mapping[str, AgentSession] | None = None,
@@ -108,14 +92,12 @@ class Endpoint:
             name: Model name in requests and responses.
             key: Required API key; "" for none.
             deadline_s: Time limit per completion, in seconds.
-            max_body_mib: Maximum size of a request's body, in MiB.
             max_cached: Number of completions to cache for repeated requests.
             stops: Default stop strings.
             sessions: Agent sessions by name. If given, only these are served, and a client's API
                 key is the name of its session.
         """
-        self.worker, self.sessions, self._max_body_mib = worker, sessions, max_body_mib
-        self._key = key.encode("utf-8", "surrogateescape")
+        self.worker, self.sessions, self._key = worker, sessions, key
         self.hosts: list[str] | None = None  # accepted values of `Host`; None for any
         self.model = ServedModel(
             name=name,
@@ -135,30 +117,37 @@ class Endpoint:
         routes += [Route(path, self._generate, methods=["POST"]) for path in DIALECTS]
         if sessions is not None:
             routes.append(Route("/reward", self._post_reward, methods=["POST"]))
-        self._paths = [route.path for route in routes]
         self._app = Starlette(
             routes=routes,
             exception_handlers={
-                RequestError: self._build_error_response,
+                RequestError: _build_error_response,
                 ClientDisconnect: lambda request, error: Response(status_code=499),
-                HTTPException: self._build_route_error_response,
-                Exception: self._build_internal_error_response,
+                HTTPException: _build_route_error_response,
+                Exception: _build_internal_error_response,
             },
         )
         self._app.router.redirect_slashes = False
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Serve a request (https://asgi.readthedocs.io)."""
+        """Serve a request (https://asgi.readthedocs.io).
+
+        The request's scope gets the session's name (`session`; "" for none) and the `AgentSession`
+        (`agent`), if the endpoint serves agents.
+        """
         match = SESSION_PATH.fullmatch(scope["path"])
         session, path = match.groups() if match else ("", scope["path"])
-        scope = {**scope, "path": path, "session": session}
-        request = Request(scope)
+        request = Request({**scope, "path": path, "session": session, "agent": None})
         app: Any = self._app
         try:
             self._check_access(request)
+            if self.sessions is not None and path != "/health":
+                request.scope["agent"] = self._find_agent_session(request)
         except RequestError as error:
-            app = self._build_error_response(request, error)
-        await app(scope, receive, send)
+            app = _build_error_response(request, error)
+        request.scope["session"] = session or request.headers.get("x-session-id", "")
+        if request.scope["agent"] is not None:
+            request.scope["session"] = request.scope["agent"].name
+        await app(request.scope, receive, send)
 
     def _check_access(self, request: Request) -> None:
         """Check the host, origin and key of a request.
@@ -178,21 +167,14 @@ class Endpoint:
             raise RequestError(
                 403, "the request comes from another site's page; expected a program."
             )
-        if request.scope["path"] == "/health":
-            return
-        if self._key and not any(map(self._matches_api_key, get_client_keys(request))):
+        keys = get_client_keys(request)
+        is_key = any(hmac.compare_digest(key.encode(), self._key.encode()) for key in keys)
+        if self._key and not is_key and request.scope["path"] != "/health":
             message = "the key is missing or wrong; expected the server's as a bearer token."
             raise RequestError(401, message)
-        if self.sessions is not None and self.hosts is None:
-            self._find_session(request)
 
-    def _matches_api_key(self, value: str) -> bool:
-        """Return True if a header value is the API key, encoded as UTF-8 or Latin-1."""
-        encodings = (value.encode("latin-1"), value.encode("utf-8"))
-        return any(hmac.compare_digest(encoding, self._key) for encoding in encodings)
-
-    def _find_session(self, request: Request) -> AgentSession:
-        """Look up the agent session of a request by URL path or API key.
+    def _find_agent_session(self, request: Request) -> AgentSession:
+        """Look up an agent session by the request's URL path or API key.
 
         Raises:
             RequestError: The session does not exist.
@@ -205,43 +187,21 @@ class Endpoint:
             raise RequestError(404, message, code="no_episode")
         return session
 
-    def _get_session_name(self, request: Request) -> str:
-        """Return the name of a request's session; "" for none.
-
-        Raises:
-            RequestError: The session does not exist, or the name is too long.
-        """
-        if self.sessions is not None:
-            return self._find_session(request).name
-        name: str = request.scope["session"] or request.headers.get("x-session-id", "")
-        if len(name) > MAX_SESSION_NAME:
-            message = (
-                f"X-Session-ID has {len(name)} characters; expected at most {MAX_SESSION_NAME}."
-            )
-            raise RequestError(400, message, param="X-Session-ID")
-        return name
-
     async def _read_body(self, request: Request) -> bytes:
         """Read the body of a request.
 
         Raises:
-            RequestError: The server is shutting down, or the body is too large or too slow.
+            RequestError: The server is shutting down, or the body is too large.
             ClientDisconnect: The client disconnected.
         """
         if self.worker.is_shutting_down:
             raise RequestError(503, "the server is shutting down; use another one.")
-        limit, data = int(self._max_body_mib * 2**20), bytearray()
-        close = {"Connection": "close"}
-        try:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
-                async for chunk in request.stream():
-                    data += chunk
-                    if len(data) > limit:
-                        message = f"the body has more than {limit} bytes; raise --max_body_mib."
-                        raise RequestError(413, message, headers=close)
-        except TimeoutError:
-            message = f"the body did not arrive in {BODY_TIMEOUT_S:g} s."
-            raise RequestError(408, message, headers=close) from None
+        data = bytearray()
+        async for chunk in request.stream():
+            data += chunk
+            if len(data) > MAX_BODY_BYTES:
+                message = f"the body has more than {MAX_BODY_BYTES} bytes; send a shorter one."
+                raise RequestError(413, message, headers={"Connection": "close"})
         return bytes(data)
 
     async def _generate(self, request: Request) -> Any:
@@ -268,8 +228,8 @@ class Endpoint:
 
     async def _send_completion(self, request: Request, data: bytes, send: Any) -> None:
         """Sample a completion; send it as a stream or as a single response."""
-        session = None if self.sessions is None else self._find_session(request)
-        name, path = self._get_session_name(request), request.scope["path"]
+        session, name = request.scope["agent"], request.scope["session"]
+        path = request.scope["path"]
         (parse, response, events), prefix = DIALECTS[path], f"{name}\n{path}\n"
         keys = [hashlib.sha256(prefix.encode() + data).hexdigest()]
         if header := request.headers.get("idempotency-key"):
@@ -282,7 +242,11 @@ class Endpoint:
                     keys, is_retry=is_retry, is_recorded=session is not None
                 )
                 if completion is None:
-                    completion = await self._create_completion(parse, data, name, session)
+                    parsed = await asyncio.to_thread(parse, data, name, self.model)
+                    sample_keys: Sequence[np.ndarray] = ()
+                    if session is not None:
+                        parsed, sample_keys = session.admit(parsed)
+                    completion = Completion(self.model, parsed, name, sample_keys)
                 stack.enter_context(self._cache.attach_reader(completion, keys))
             has_stream = completion.request.body.stream
             try:
@@ -306,28 +270,17 @@ class Endpoint:
             if has_stream:
                 await send({"type": "http.response.body", "body": b""})
 
-    async def _create_completion(
-        self, parse: Callable[..., Any], data: bytes, name: str, session: AgentSession | None
-    ) -> Completion:
-        if len(data) > MAX_INLINE_BODY:
-            request = await asyncio.to_thread(parse, data, name, self.model)
-        else:
-            request = parse(data, name, self.model)
-        if session is None:
-            return Completion(self.model, request, name)
-        request, keys = session.admit(request)
-        return Completion(self.model, request, name, keys)
-
     async def _count_tokens(self, request: Request) -> Response:
         data = await self._read_body(request)
-        name = self._get_session_name(request)
-        parse = messages.parse_messages_request
-        completion_request = await asyncio.to_thread(parse, data, name, self.model, CountTokensBody)
+        parse, session = messages.parse_messages_request, request.scope["session"]
+        completion_request = await asyncio.to_thread(
+            parse, data, session, self.model, CountTokensBody
+        )
         return JSONResponse({"input_tokens": len(completion_request.prompt_ids)})
 
     async def _post_reward(self, request: Request) -> Response:
         data = await self._read_body(request)
-        self._find_session(request).post_reward(get_client_keys(request), data)
+        request.scope["agent"].post_reward(get_client_keys(request), data)
         return JSONResponse({"status": "ok"})
 
     async def _get_health(self, request: Request) -> Response:
@@ -346,23 +299,22 @@ class Endpoint:
             format_metrics(self.worker), media_type="text/plain; version=0.0.4"
         )
 
-    def _build_error_response(self, request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestError)
-        return JSONResponse(_build_error_body(request, error), error.status, error.headers)
 
-    def _build_route_error_response(self, request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        paths = ", ".join(self._paths)
-        message = f"there is no {request.method} {request.scope['path']:.100} here; expected one "
-        message += f"of {paths}, or one behind /r/SESSION."
-        headers = dict(error.headers or {})
-        return self._build_error_response(
-            request, RequestError(error.status_code, message, headers=headers)
-        )
+def _build_error_response(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return JSONResponse(_build_error_body(request, error), error.status, error.headers)
 
-    def _build_internal_error_response(self, request: Request, error: Exception) -> Response:
-        message = f"the server failed with {type(error).__name__}; see its log."
-        return self._build_error_response(request, RequestError(500, message))
+
+def _build_route_error_response(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"there is no {request.method} {request.scope['path']:.100} here; see docs/serve.md."
+    headers = dict(error.headers or {})
+    return _build_error_response(request, RequestError(error.status_code, message, headers=headers))
+
+
+def _build_internal_error_response(request: Request, error: Exception) -> Response:
+    message = f"the server failed with {type(error).__name__}; see its log."
+    return _build_error_response(request, RequestError(500, message))
 
 
 async def _send_events(
@@ -489,8 +441,9 @@ class Server:
         self._socket.listen(1024)
         self.port = self._socket.getsockname()[1]
         if host in LOOPBACK_HOSTS:
-            endpoint.hosts = [f"{name}:{self.port}" for name in HOST_NAMES]
-            endpoint.hosts += HOST_NAMES if self.port == 80 else ()
+            names = ("localhost", LOOPBACK, "[::1]")
+            endpoint.hosts = [f"{name}:{self.port}" for name in names]
+            endpoint.hosts += names if self.port == 80 else ()
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
         config = uvicorn.Config(
             endpoint,
