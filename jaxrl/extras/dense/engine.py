@@ -30,8 +30,7 @@ class DenseSearch(DocumentSearch):
 
     The vectors are built on first use, in a subfolder of `index` named by a hash of the build
     settings and the corpus, and are memory-mapped from there. In multi-process runs, one process
-    builds them. An interrupted build resumes. If documents were appended to a corpus, only the new
-    documents are encoded.
+    builds them. An interrupted build resumes.
 
     The result of a query depends neither on other queries in the batch nor on the number of
     devices.
@@ -101,9 +100,9 @@ class DenseSearch(DocumentSearch):
 
         def make_reader(documents: CorpusDocuments) -> ReadRows:
             encode = self._make_encoding_reader(documents)
-            return (
-                self._make_prebuilt_reader(documents, encode, embeddings) if embeddings else encode
-            )
+            if not embeddings:
+                return encode
+            return self._make_prebuilt_reader(documents, encode, embeddings)
 
         index_files = open_index(spec, make_reader, progress)
         self.documents = self._documents = index_files.documents

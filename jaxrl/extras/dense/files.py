@@ -4,7 +4,7 @@ An index folder contains
 
     vectors.bin     [N, D] vectors, in the order of the corpus
     lines.npy       [N] records: byte offset and CRC-32 of each document's corpus line
-    manifest.json   build settings, SHA-256 of `lines.npy` and of each chunk of vectors
+    manifest.json   build settings, and the number of vectors written so far
 
 The folder name contains a hash of the build settings and the corpus, and ends in `.building` until
 the index is complete.
@@ -12,13 +12,11 @@ the index is complete.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,8 +32,6 @@ from jaxrl.envs.search.corpus import (
     check_unchanged,
     compute_corpus_digest,
     compute_line_checksum,
-    find_longest_prefix,
-    hash_file,
     read_corpus,
 )
 from jaxrl.utils.files import open_atomic
@@ -46,9 +42,9 @@ FILE_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.b
 """NumPy dtype of `vectors.bin`, by value of `search.dense.file_dtype`."""
 
 CHUNK_ROWS = 8_192
-"""Vectors per chunk. A chunk is written as a whole; a killed build loses at most one."""
+"""Vectors per chunk. A build that is killed loses at most one chunk."""
 
-_VERSION = 3  # part of the folder name; increment it when the format changes
+_VERSION = 4  # part of the folder name; increment it when the format changes
 _VECTORS, _LINES, _MANIFEST = "vectors.bin", "lines.npy", "manifest.json"
 _LINE_DTYPE = np.dtype([("offset", np.int64), ("check", np.uint32)])
 
@@ -75,17 +71,11 @@ class IndexSpec:
     dtype: str
 
     @property
-    def inputs(self) -> dict[str, Any]:
-        """Manifest entries that are independent of the corpus."""
-        settings = {"settings": dict(self.settings)}
-        return {"version": _VERSION, "width": self.width, "dtype": self.dtype, **settings}
-
-    @property
     def folder(self) -> Path:
         """Path of the index folder."""
-        key = json.dumps(
-            [self.inputs, compute_corpus_digest(self.corpus, self.index_dir)], sort_keys=True
-        )
+        corpus = compute_corpus_digest(self.corpus, self.index_dir)
+        inputs = [_VERSION, dict(self.settings), self.width, self.dtype, corpus]
+        key = json.dumps(inputs, sort_keys=True)
         return self.index_dir / f"dense-{hashlib.sha256(key.encode()).hexdigest()[:32]}"
 
 
@@ -124,51 +114,18 @@ def open_index(
         section="search.dense",
     )
     try:
-        return _open_verified(spec, folder)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        lines = np.load(folder / _LINES, mmap_mode="r")
+        shape = (len(lines), spec.width)
+        vectors = np.memmap(folder / _VECTORS, FILE_DTYPES[spec.dtype], "r", shape=shape)
+    except (OSError, ValueError) as error:  # a file is missing or too short
         raise ValueError(
             f"the index {folder} is damaged; delete this folder to rebuild it. ({error})"
         ) from error
-
-
-def _open_verified(spec: IndexSpec, folder: Path) -> VectorFiles:
-    """Open a complete index, verifying the digests of its files.
-
-    Raises:
-        OSError, ValueError, KeyError, TypeError: A file is missing or damaged.
-    """
-    manifest = read_object(folder / _MANIFEST)
-    lines = _read_lines(folder, manifest)
-    dtype, shape = FILE_DTYPES[spec.dtype], (len(lines), spec.width)
-    vectors = np.memmap(folder / _VECTORS, dtype, "r", shape=shape)
-    num_intact = _count_intact_chunks(vectors, manifest["chunks"])
-    if num_intact < -(-len(lines) // CHUNK_ROWS):
-        first = num_intact * CHUNK_ROWS
-        raise ValueError(f"{_VECTORS} was changed: digests differ from vector {first} on")
     return VectorFiles(folder, vectors, _make_documents(spec, lines))
-
-
-def _read_lines(folder: Path, manifest: Mapping[str, Any]) -> np.ndarray:
-    if manifest["lines"] != hash_file(folder / _LINES):
-        raise ValueError(f"{_LINES} does not match its digest")
-    return np.load(folder / _LINES, mmap_mode="r")
 
 
 def _make_documents(spec: IndexSpec, lines: Any) -> CorpusDocuments:
     return CorpusDocuments(spec.corpus, lines["offset"], lines["check"])
-
-
-def _count_intact_chunks(vectors: np.ndarray, digests: list[str]) -> int:
-    """Count the leading chunks with matching digests."""
-    starts = range(0, len(digests) * CHUNK_ROWS, CHUNK_ROWS)
-    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        actual = pool.map(lambda start: _hash_rows(vectors[start : start + CHUNK_ROWS]), starts)
-        pairs = enumerate(zip(actual, digests, strict=True))
-        return next((number for number, (a, b) in pairs if a != b), len(digests))
-
-
-def _hash_rows(rows: np.ndarray) -> str:
-    return hashlib.sha256(np.ascontiguousarray(rows).view(np.uint8).data).hexdigest()
 
 
 def _build_index(
@@ -178,42 +135,31 @@ def _build_index(
     progress: Progress,
 ) -> None:
     """Build an index in a temporary folder, then rename that to `folder`."""
-    # Resume an unfinished build if `lines.npy` is intact; otherwise, start over.
+    # Resume an unfinished build, unless it was killed before the manifest was written.
     build_folder = folder.with_name(f"{folder.name}.building")
     digest = compute_corpus_digest(spec.corpus, spec.index_dir)
-    try:
-        manifest = read_object(build_folder / _MANIFEST)
-        lines = _read_lines(build_folder, manifest)
-    except (OSError, ValueError, KeyError):
+    if not (build_folder / _MANIFEST).is_file():
         shutil.rmtree(build_folder, ignore_errors=True)
         build_folder.mkdir(parents=True)
-        lines = np.fromiter(_scan_lines(spec.corpus, progress), _LINE_DTYPE)
-        np.save(build_folder / _LINES, lines)
-        corpus = {"digest": digest, "bytes": spec.corpus.stat().st_size}
-        manifest = {**spec.inputs, "corpus": corpus, "chunks": []}
-        manifest["lines"] = hash_file(build_folder / _LINES)
-        _write_manifest(build_folder, manifest)
-    # Keep intact chunks. Copy vectors from the index of a shorter version of the corpus.
+        scanned = np.fromiter(_scan_lines(spec.corpus, progress), _LINE_DTYPE)
+        np.save(build_folder / _LINES, scanned)
+        _write_manifest(build_folder, spec, 0)
+    lines = np.load(build_folder / _LINES, mmap_mode="r")
     shape, dtype = (len(lines), spec.width), FILE_DTYPES[spec.dtype]
     _preallocate(build_folder, shape[0] * shape[1] * dtype.itemsize)
     vectors = np.memmap(build_folder / _VECTORS, dtype, "r+", shape=shape)
-    chunks = manifest["chunks"]
-    del chunks[_count_intact_chunks(vectors, chunks) :]
-    earlier_vectors, rows = _find_earlier_vectors(spec), make_reader(_make_documents(spec, lines))
-    for start in range(len(chunks) * CHUNK_ROWS, len(lines), CHUNK_ROWS):
+    read_rows = make_reader(_make_documents(spec, lines))
+    num_written = read_object(build_folder / _MANIFEST)["num_vectors"]
+    for start in range(num_written, len(lines), CHUNK_ROWS):
         stop = min(start + CHUNK_ROWS, len(lines))
-        copy_stop = min(max(start, len(earlier_vectors)), stop)
-        vectors[start:copy_stop] = earlier_vectors[start:copy_stop]
-        if copy_stop < stop:
-            new = rows(copy_stop, stop)
-            if not np.isfinite(new.astype(np.float32)).all():
-                raise ValueError(
-                    f"vectors of documents {copy_stop} to {stop} have values that are not finite."
-                )
-            vectors[copy_stop:stop] = new.astype(dtype)
+        new = read_rows(start, stop)
+        if not np.isfinite(new.astype(np.float32)).all():
+            raise ValueError(
+                f"vectors of documents {start} to {stop} have values that are not finite."
+            )
+        vectors[start:stop] = new.astype(dtype)
         vectors.flush()
-        chunks.append(_hash_rows(vectors[start:stop]))
-        _write_manifest(build_folder, manifest)
+        _write_manifest(build_folder, spec, stop)
         progress(stop)
     check_unchanged(spec.corpus, spec.index_dir, digest)
     build_folder.rename(folder)
@@ -233,7 +179,9 @@ def _scan_lines(corpus: Path, progress: Progress) -> Iterator[tuple[int, int]]:
     next(documents, None)  # raises if the corpus has no documents
 
 
-def _write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+def _write_manifest(folder: Path, spec: IndexSpec, num_vectors: int) -> None:
+    manifest = {"settings": dict(spec.settings), "corpus": str(spec.corpus)}
+    manifest |= {"width": spec.width, "dtype": spec.dtype, "num_vectors": num_vectors}
     with open_atomic(folder / _MANIFEST) as out:
         json.dump(manifest, out, indent=1)
 
@@ -250,23 +198,6 @@ def _preallocate(build_folder: Path, size: int) -> None:
                 f"({error.strerror}); free some space, set config.search.dense.index to "
                 "another folder, or set config.search.dense.file_dtype to 'bfloat16'",
             ) from error
-
-
-def _find_earlier_vectors(spec: IndexSpec) -> np.ndarray:
-    """Return the vectors of the longest indexed prefix of this corpus; empty if none exists."""
-    folders: dict[str, tuple[Path, int]] = {}
-    for file in spec.index_dir.glob(f"dense-*/{_MANIFEST}"):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            manifest = read_object(file)
-            is_complete = file.parent.suffix != ".building"
-            if is_complete and spec.inputs.items() <= manifest.items():
-                corpus = manifest["corpus"]
-                folders[corpus["digest"]] = file.parent, int(corpus["bytes"])
-    sizes = {digest: size for digest, (_, size) in folders.items()}
-    digest = find_longest_prefix(spec.corpus, sizes)
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # missing or damaged
-        return _open_verified(spec, folders[digest][0]).vectors
-    return np.empty((0, spec.width), FILE_DTYPES[spec.dtype])
 
 
 class PrebuiltVectors(NamedTuple):
