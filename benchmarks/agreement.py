@@ -39,7 +39,12 @@ from jaxrl.extras.experts import choice as experts_choice
 from jaxrl.extras.experts.products import GroupedMatmul
 from jaxrl.extras.kernels import trials
 from jaxrl.models.attention import choice as attention_choice
-from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS, AttentionKernels, find_reads
+from jaxrl.models.attention.kernels import (
+    PAGE_TOKENS,
+    SHARES_PROMPTS,
+    AttentionKernels,
+    compute_key_ranges,
+)
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.kernel_check import Trial, select_kernel, supports_dtype
 from jaxrl.runtime.sharding import make_mesh
@@ -138,15 +143,15 @@ def measure_train_errors(
     """Measure the errors of attention outputs and gradients for random packed rows."""
     num_heads, num_kv_heads, size = heads
     shape = (2, int(rng.integers(130, 400)), num_heads, size)
-    *ids, reads = random_rows(rng, *shape[:2], shares_prompts=kernels.shares_prompts)
+    *ids, attention_mask = random_rows(rng, *shape[:2], shares_prompts=kernels.shares_prompts)
     arrays = random_inputs(rng, shape, num_kv_heads)
     arrays[3] *= (ids[0] > 0)[:, :, None, None]
     q, k, v, gradient = (round_to_dtype(x, dtype) for x in arrays)
-    expected = brute_force(q, k, v, gradient, reads)
+    expected = brute_force(q, k, v, gradient, attention_mask)
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, gradient: jax.Array) -> Any:
-        read = find_reads(*map(jnp.asarray, ids))
-        out, back = jax.vjp(lambda q, k, v: kernels.attend_packed(q, k, v, read), q, k, v)
+        key_ranges = compute_key_ranges(*map(jnp.asarray, ids))
+        out, back = jax.vjp(lambda q, k, v: kernels.attend_packed(q, k, v, key_ranges), q, k, v)
         return out, *back(gradient)
 
     out, *gradients = jax.jit(run)(*(jnp.asarray(x, dtype) for x in (q, k, v, gradient)))
@@ -166,10 +171,10 @@ def measure_page_errors(
     expected, wanted_lse = brute_force_pages(q, keys, values, tables, limits)
     operands_in_dtype = [jnp.asarray(x, dtype) for x in (q, keys, values)]
     out, lse = jax.jit(kernels.attend_pages)(*operands_in_dtype, tables, limits)
-    reads = np.isfinite(wanted_lse)
+    has_keys = np.isfinite(wanted_lse)
     return {
         "out": compute_max_error(out, expected),
-        "lse": compute_max_error(np.asarray(lse)[reads], wanted_lse[reads]),
+        "lse": compute_max_error(np.asarray(lse)[has_keys], wanted_lse[has_keys]),
     }
 
 

@@ -25,7 +25,7 @@ from jaxrl.config.keys import ExtraKeys
 from jaxrl.config.schema import EXTRA_KEYS, KEYS, default_config
 from jaxrl.extras.experts.qwen_moe import QwenMoeConfig
 from jaxrl.models import kv_cache
-from jaxrl.models.attention.kernels import find_reads
+from jaxrl.models.attention.kernels import compute_key_ranges
 from jaxrl.models.attention.reference import XLA, attend_pages
 from jaxrl.models.layers import LayerScan, SamplerLayerScan, prepare_sampler_weights
 from jaxrl.models.output import LOGIT_CAPACITIES
@@ -228,7 +228,7 @@ def gather(batch, values, index):
 def full_pass(config, params, token_ids, positions, segment_ids, *, remat="none", scan=True):
     """Return the final hidden states of packed rows, with XLA's attention."""
     attend = XLA.make_attend(segment_ids, positions)
-    recur = make_recur(config.state_specs, find_reads(segment_ids, positions)[:, 0])
+    recur = make_recur(config.state_specs, compute_key_ranges(segment_ids, positions)[:, 0])
     layer_scan = LayerScan(remat=remat, scan=scan, recur=recur)
     return config.hidden_states(params, token_ids, positions, attend, layer_scan)
 

@@ -21,7 +21,7 @@ from jaxrl.extras.kernels import attention_gpu as gpu
 from jaxrl.extras.lora.adapter import Adapter, find_targets
 from jaxrl.models.attention import reference
 from jaxrl.models.attention.choice import select_kernels, shard_attention
-from jaxrl.models.attention.kernels import find_reads
+from jaxrl.models.attention.kernels import compute_key_ranges
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.aux_arrays import AuxArrays
 from jaxrl.models.layers import LayerScan
@@ -463,18 +463,18 @@ def check_sharded_kernel(mesh):
     """Check the gradients of a kernel on each device against XLA with all rows and heads."""
     rng = np.random.default_rng(0)
     segment_ids, positions, _ = random_rows(rng, 8, 44)
-    reads = find_reads(jnp.asarray(segment_ids), jnp.asarray(positions))
+    key_ranges = compute_key_ranges(jnp.asarray(segment_ids), jnp.asarray(positions))
     q, k, v, gradient = (jnp.asarray(x) for x in random_inputs(rng, (8, 44, 4, 8), 2))
     gradient *= (segment_ids > 0)[:, :, None, None]
 
     def differentiate(attend):
-        return jax.vjp(lambda *inputs: attend(*inputs, reads), q, k, v)[1](gradient)
+        return jax.vjp(lambda *inputs: attend(*inputs, key_ranges), q, k, v)[1](gradient)
 
     on_pieces = shard_attention(partial(gpu.attend_packed, interpret=True), mesh)
 
     def kernel(*inputs):
-        *inputs, reads = inputs
-        out = on_pieces(*(sharding.split_into_pieces(mesh, x) for x in inputs), reads)
+        *inputs, key_ranges = inputs
+        out = on_pieces(*(sharding.split_into_pieces(mesh, x) for x in inputs), key_ranges)
         columns = [
             sharding.merge_pieces(mesh, out[:, :, n, h], (8, 44))
             for n, h in itertools.product(range(4), range(8))

@@ -17,7 +17,7 @@ from jaxrl.envs.base import Observation, Outcome, StepResult
 from jaxrl.envs.protocol import SEARCH_R1
 from jaxrl.logs.records import build_trajectory_record
 from jaxrl.models.attention.choice import select_kernels
-from jaxrl.models.attention.kernels import find_reads
+from jaxrl.models.attention.kernels import compute_key_ranges
 from jaxrl.models.policy import Model
 from jaxrl.objectives.advantages import ESTIMATORS
 from jaxrl.objectives.aggregation import AGGREGATIONS
@@ -388,13 +388,13 @@ def test_every_token_is_packed_with_what_it_read(seed, shares_prompts):
     shape = BatchShape(num_micro=8, micro_rows=1, row_tokens=128, shares_prompts=shares_prompts)
     packed = pack(members, np.ones(len(members), np.float32), shape)
     batch = packed.batch
-    reads = np.asarray(
-        find_reads(*(jnp.asarray(x[:, 0]) for x in (batch.segment_ids, batch.positions)))
+    key_ranges = np.asarray(
+        compute_key_ranges(*(jnp.asarray(x[:, 0]) for x in (batch.segment_ids, batch.positions)))
     )
     num_seen = [np.zeros(len(member.token_ids), int) for member in members]
     for row in range(packed.num_micro):
         for t in np.flatnonzero(batch.segment_ids[row, 0]):
-            start, shared, end = reads[row, :, t]
+            start, shared, end = key_ranges[row, :, t]
             indices = [*range(shared, end), *range(start, t + 1)]
             read = batch.token_ids[row, 0, indices].tolist()
             number = batch.segment_ids[row, 0, t] - 1

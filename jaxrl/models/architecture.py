@@ -89,7 +89,7 @@ class Architecture(ABC):
     head_dtype: str = ""  # dtype of the output layer's matmul; "": the compute dtype
     num_experts: int = 0  # experts per MoE layer; `mesh.expert` splits them
     tower: Tower | None = None  # encoder of attachments such as images; None in a text model
-    recurrent_entry: str = ""  # entry of `blocks` that recurrent layers have; "" if there are none
+    recurrent_module: str = ""  # module of `blocks` that only recurrent layers have; "" for none
 
     @property
     def program_key(self) -> Hashable:
@@ -146,7 +146,7 @@ class Architecture(ABC):
         """Return a copy of this model whose output layer computes in `dtype`.
 
         The sampler and the trainer cast the output weights and the hidden states to `dtype`. The
-        copy stores it as `head_dtype`; `output_entry` is the top-level key of the output weights.
+        copy stores it as `head_dtype`.
 
         Raises:
             ValueError: The architecture does not support a separate head dtype.
@@ -158,8 +158,8 @@ class Architecture(ABC):
         )
 
     @property
-    def output_entry(self) -> str:
-        """Return the top-level parameter key of the output weights, such as "lm_head".
+    def output_module(self) -> str:
+        """Return the module that holds the output weights, such as "lm_head".
 
         "" if the architecture does not implement `with_head_dtype`.
         """
@@ -193,7 +193,7 @@ class Architecture(ABC):
     @property
     def num_recurrent_layers(self) -> int:
         """Return the number of layers with a state instead of keys and values."""
-        return len(self.partial_stacks.get(self.recurrent_entry, ()))
+        return len(self.partial_stacks.get(self.recurrent_module, ()))
 
     @property
     def num_attention_layers(self) -> int:
@@ -321,7 +321,7 @@ class Architecture(ABC):
             token_ids: Token ids.
             positions: Position of each token in its sequence.
             layer_scan: Loop over `blocks`. It passes each layer a causal `attend`, or `recur` if it
-                has the entry `recurrent_entry`; the layer must call it exactly once.
+                has the module `recurrent_module`; the layer must call it exactly once.
         """
 
     @abstractmethod

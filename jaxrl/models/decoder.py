@@ -475,8 +475,8 @@ class Decoder(Architecture):
         """Return the `hf_names` of `declare_feed_forward`'s parameters."""
 
     @property
-    def output_entry(self) -> str:
-        """See `Architecture.output_entry`."""
+    def output_module(self) -> str:
+        """See `Architecture.output_module`."""
         return "embed" if self.tie_embeddings else "lm_head"
 
     def with_head_dtype(self, dtype: str) -> Decoder:
@@ -606,7 +606,7 @@ class Decoder(Architecture):
                 if name not in params:
                     continue
                 [table] = params[name].values()
-                if name == self.output_entry and self.head_dtype:
+                if name == self.output_module and self.head_dtype:
                     table = table.astype(self.head_dtype)  # a frozen table may have another dtype
                 weights[name] = {**weights[name], "master": table}
         return weights
@@ -614,7 +614,7 @@ class Decoder(Architecture):
     def weights_for_decoding(self, params: Params, dtype: DTypeLike) -> Params:
         """Cast the weights; a tied model also gets an `lm_head` on a CPU or with `head_dtype`."""
         weights = cast(params, dtype)
-        [table] = cast(params[self.output_entry], self.head_dtype or dtype).values()
+        [table] = cast(params[self.output_module], self.head_dtype or dtype).values()
         if not self.tie_embeddings:
             weights["lm_head"] = {"kernel": table}
         elif self.head_dtype or jax.default_backend() == "cpu":
@@ -656,7 +656,7 @@ class Decoder(Architecture):
 
         def layer(carry: Carry, weights: Params) -> Carry:
             state, layer_index = carry
-            is_recurrent = self.recurrent_entry in weights
+            is_recurrent = self.recurrent_module in weights
             mixer: Any = layer_scan.recur if is_recurrent else attend
             x, extra_state = self._block(weights, state, angles, mixer, aux)
             x, layer_index = add_deepstack(x, layer_index, features)

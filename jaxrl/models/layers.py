@@ -162,7 +162,7 @@ class SamplerLayerScan:
         aux: Auxiliary arrays of the tokens.
         recur: Recurrence of a layer.
         states: State of each recurrent layer. Each call replaces it.
-        recurrent_entry: See `Architecture.recurrent_entry`.
+        recurrent_module: See `Architecture.recurrent_module`.
     """
 
     attend: CachedAttend
@@ -171,7 +171,7 @@ class SamplerLayerScan:
     past: tuple[Any, ...] = ()
     recur: CachedRecur | None = None
     states: tuple[Any, ...] = ()
-    recurrent_entry: str = ""
+    recurrent_module: str = ""
 
     def __call__(self, layer: Callable[[Any, Params, Mixer], Any], x: Any, blocks: Any) -> Any:
         """Compute the activations after all layers, or a tree that contains them."""
@@ -201,7 +201,7 @@ class SamplerLayerScan:
             jitted_recurrent = jax.jit(recurrent_block)
             states: list[Any] = []
             for layer_index, weights in enumerate(blocks):
-                if self.recurrent_entry in weights:
+                if self.recurrent_module in weights:
                     x, state = jitted_recurrent(x, self.states[len(states)], weights)
                     states.append(state)
                     continue

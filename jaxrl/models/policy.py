@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl.models.architecture import Architecture
-from jaxrl.models.attention.kernels import AttentionKernels, find_reads
+from jaxrl.models.attention.kernels import AttentionKernels, compute_key_ranges
 from jaxrl.models.aux_arrays import AuxArrays
 from jaxrl.models.layers import LayerScan
 from jaxrl.models.output import (
@@ -39,10 +39,10 @@ from jaxrl.runtime.sharding import (
 from jaxrl.types import Batch, Params
 
 
-def get_layered_entries(model: Architecture) -> set[str]:
-    """Return the parameter entries with layers.
+def get_stacked_modules(model: Architecture) -> set[str]:
+    """Return the top-level modules whose parameters are stacked by layer.
 
-    All others (embedding, final norm and output layer) are passed to the output layer.
+    The other modules (embedding, final norm and output layer) are passed to the output layer.
     """
     return {"blocks", *([model.tower.entry] if model.tower else [])}
 
@@ -94,8 +94,8 @@ class Model:
         self._layer_scan = LayerScan(remat=remat, scan=scan_layers)
         self.logits_chunk_tokens = logits_chunk_tokens
         self.trained, self.frozen = architecture.param_specs(frozen)
-        self._layered_entries = get_layered_entries(architecture)
-        tables = self.trained.abstract_params().keys() - self._layered_entries
+        self._stacked_modules = get_stacked_modules(architecture)
+        tables = self.trained.abstract_params().keys() - self._stacked_modules
         self._trains_tables = bool(tables)
 
     @property
@@ -199,7 +199,7 @@ class Model:
             trains_tables=self._trains_tables,
         )
         logprobs, entropies = layer.logprobs_and_entropies(
-            {name: table for name, table in params.items() if name not in self._layered_entries},
+            {name: table for name, table in params.items() if name not in self._stacked_modules},
             layer.constrain_to_shards(
                 gather_tokens(hidden.reshape(shards, b * T // shards, -1), slots)
             ),
@@ -226,7 +226,7 @@ class Model:
         )
         recur = None
         if specs := self.architecture.state_specs:
-            recur = make_recur(specs, find_reads(*segments)[:, 0])
+            recur = make_recur(specs, compute_key_ranges(*segments)[:, 0])
         hidden = self.architecture.hidden_states(
             params,
             split_into_pieces(self.mesh, batch.token_ids),
@@ -264,7 +264,7 @@ class Model:
 
         tables = {
             name: {leaf: gather_table(name, leaf, array) for leaf, array in params[name].items()}
-            for name in sorted(params.keys() - self._layered_entries)
+            for name in sorted(params.keys() - self._stacked_modules)
         }
         return {**params, **tables}
 

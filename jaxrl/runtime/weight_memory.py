@@ -14,7 +14,7 @@ from flax.traverse_util import flatten_dict
 
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.params import ParamSpec
-from jaxrl.models.policy import get_layered_entries
+from jaxrl.models.policy import get_stacked_modules
 from jaxrl.runtime.sharding import param_shardings
 
 
@@ -57,21 +57,21 @@ def count_weights(
         local_param_sizes(policy, mesh),
         local_param_sizes(policy.param_specs(frozen)[0], mesh),
     )
-    layer_entries = get_layered_entries(policy)
+    stacked_modules = get_stacked_modules(policy)
     num_int8 = cast_bytes = cast_table_bytes = 0
     for path, (size, param_dtype) in all_params.items():
         if param_dtype == np.int8:
             num_int8 += size
             continue
         target_dtypes = {dtype}
-        if policy.head_dtype and path[0] == policy.output_entry:
+        if policy.head_dtype and path[0] == policy.output_module:
             target_dtypes = {
                 jnp.dtype(policy.head_dtype),
                 *(target_dtypes if policy.tie_embeddings else ()),
             }
         num_bytes = size * sum(target.itemsize for target in target_dtypes - {param_dtype})
         cast_bytes += num_bytes
-        cast_table_bytes += num_bytes * (path[0] not in layer_entries)
+        cast_table_bytes += num_bytes * (path[0] not in stacked_modules)
     return PolicyWeights(
         num_trained=sum(size for size, _ in trained.values()),
         has_adapter=policy.wrapper is not None,

@@ -324,7 +324,7 @@ class Programs:
             aux,
             recur=partial(self._recur_over_blocks, blocks),
             states=cache.states,
-            recurrent_entry=self.architecture.recurrent_entry,
+            recurrent_module=self.architecture.recurrent_module,
         )
         token_ids = blocks.token_ids.reshape(-1)
         self.architecture.sampler_hidden_states(
@@ -569,7 +569,7 @@ class Programs:
             past,
             recur=recur,
             states=chunk.states,
-            recurrent_entry=self.architecture.recurrent_entry,
+            recurrent_module=self.architecture.recurrent_module,
         )
         hidden = self.architecture.sampler_hidden_states(
             weights, state.pending, positions, layer_scan

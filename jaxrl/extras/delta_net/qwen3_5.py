@@ -133,7 +133,7 @@ class Qwen35Config(QwenConfig):
     value_dim: int
     conv_width: int
     has_tower: bool = False
-    recurrent_entry: str = "delta"
+    recurrent_module: str = "delta"
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> Qwen35Config:

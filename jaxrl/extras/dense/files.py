@@ -180,7 +180,7 @@ def _scan_lines(corpus: Path, progress: Progress) -> Iterator[tuple[int, int]]:
 
 
 def _write_manifest(folder: Path, spec: IndexSpec, num_vectors: int) -> None:
-    manifest = {"settings": dict(spec.settings), "corpus": str(spec.corpus)}
+    manifest: dict[str, Any] = {"settings": dict(spec.settings), "corpus": str(spec.corpus)}
     manifest |= {"width": spec.width, "dtype": spec.dtype, "num_vectors": num_vectors}
     with open_atomic(folder / _MANIFEST) as out:
         json.dump(manifest, out, indent=1)

@@ -32,7 +32,7 @@ def attend_packed(
     q: Float[Array, "R Q N H"],
     k: Float[Array, "R T K H"],
     v: Float[Array, "R T K H"],
-    reads: Int[Array, "R 3 T"],
+    key_ranges: Int[Array, "R 3 T"],
     *,
     interpret: bool = False,
 ) -> Float[Array, "R Q N H"]:
@@ -45,10 +45,10 @@ def attend_packed(
     """
     Q, H = q.shape[1], q.shape[3]
     configs = KernelConfigs.resolve(H, q.dtype, interpret)
-    q, k, v, reads = pad_to_blocks(q, k, v, reads, configs.forward.block)
+    q, k, v, key_ranges = pad_to_blocks(q, k, v, key_ranges, configs.forward.block)
     pad = ((0, 0), (0, 0), (0, 0), (0, pl.next_power_of_2(H) - H))
     q, k, v = (jnp.pad(x, pad) for x in (q, k, v))
-    return _attend(q, k, v, reads, configs)[:, :Q, :, :H]
+    return _attend(q, k, v, key_ranges, configs)[:, :Q, :, :H]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,13 +103,13 @@ class KernelConfigs:
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, reads: jax.Array, configs: KernelConfigs
+    q: jax.Array, k: jax.Array, v: jax.Array, key_ranges: jax.Array, configs: KernelConfigs
 ) -> jax.Array:
-    return _forward(q, k, v, reads, configs)[0]
+    return _forward(q, k, v, key_ranges, configs)[0]
 
 
 def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, reads: jax.Array, configs: KernelConfigs
+    q: jax.Array, k: jax.Array, v: jax.Array, key_ranges: jax.Array, configs: KernelConfigs
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Return the outputs and the residuals, which contain the log-sum-exp in base 2."""
     config = configs.forward.resolve(q, k)
@@ -123,15 +123,15 @@ def _forward(
         in_specs=[queries, keys, keys, tokens],
         out_specs=[queries, lse_spec],
         out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype), lse],
-    )(q, k, v, reads[:, :, config.first :])
+    )(q, k, v, key_ranges[:, :, config.first :])
     out, lse = checkpoint_name(out, "attended"), checkpoint_name(lse, "lse")
-    return out, (q, k, v, reads, out, lse)
+    return out, (q, k, v, key_ranges, out, lse)
 
 
 def _make_query_specs(q: jax.Array, k: jax.Array, config: KernelConfig) -> tuple[pl.BlockSpec, ...]:
     """Return block specs for a grid over (block of queries, query head, row).
 
-    The specs are for queries, keys (the complete row), `reads` [R, 3, Q] and arrays [R, N, Q].
+    The specs are for queries, keys (the complete row), `key_ranges` [R, 3, Q] and arrays [R, N, Q].
     """
     N, H = q.shape[2:]
     T, groups = k.shape[1], N // k.shape[2]
@@ -163,24 +163,24 @@ def _forward_kernel(
     q_ref: Any,
     k_ref: Any,
     v_ref: Any,
-    reads_ref: Any,
+    ranges_ref: Any,
     out_ref: Any,
     lse_ref: Any,
     *,
     config: KernelConfig,
 ) -> None:
-    q, reads, queries = (
+    q, key_ranges, queries = (
         q_ref[...],
-        _load_reads(reads_ref),
+        _load_key_ranges(ranges_ref),
         config.get_query_positions(pl.program_id(0), config.block),
     )
-    count, block_index = _find_key_blocks(reads, config)
+    count, block_index = _find_key_blocks(key_ranges, config)
 
     def accumulate(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         highest, total, out = sums
         j = block_index(i)
         keys, block = _make_positions(j, config.step), pl.ds(j * config.step, config.step)
-        mask = attention_mask(_reshape_to_columns(reads), keys) & (keys <= queries[:, None])
+        mask = attention_mask(_reshape_to_columns(key_ranges), keys) & (keys <= queries[:, None])
         scores = jnp.where(mask, _dot(q, k_ref[block, :], (1, 1)) * config.scale, MASK_VALUE)
         # Sums over masked blocks before a query's segment are finite; `rescale` later sets them to
         # 0.
@@ -201,24 +201,24 @@ def _forward_kernel(
     lse_ref[...] = highest + jnp.log2(total)
 
 
-Reads = tuple[jax.Array, ...]
-"""The three arrays of `kernels.find_reads` for the tokens of a block."""
+KeyRanges = tuple[jax.Array, ...]
+"""The three arrays of `kernels.compute_key_ranges` for the tokens of a block."""
 
 
-def _load_reads(ref: Any, block: Any = slice(None)) -> Reads:
+def _load_key_ranges(ref: Any, block: Any = slice(None)) -> KeyRanges:
     return tuple(ref[number, block] for number in range(3))
 
 
-def _reshape_to_columns(reads: Reads) -> Reads:
-    return tuple(x[:, None] for x in reads)
+def _reshape_to_columns(key_ranges: KeyRanges) -> KeyRanges:
+    return tuple(x[:, None] for x in key_ranges)
 
 
 def _find_key_blocks(
-    reads: Reads, config: KernelConfig
+    key_ranges: KeyRanges, config: KernelConfig
 ) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
     """Return the number of key blocks a program reads, and a function that finds their indices."""
     first = config.first // config.step + pl.program_id(0) * (config.block // config.step)
-    shared, num_shared, segment = find_key_blocks(reads, first, config.step)
+    shared, num_shared, segment = find_key_blocks(key_ranges, first, config.step)
     count = num_shared + first + config.block // config.step - segment
     return count, lambda i: jnp.where(i < num_shared, shared + i, segment - num_shared + i)
 
@@ -226,10 +226,10 @@ def _find_key_blocks(
 def _backward(
     configs: KernelConfigs, residuals: tuple[jax.Array, ...], gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    q, k, v, reads, out, lse = residuals
+    q, k, v, key_ranges, out, lse = residuals
     config = configs.backward.resolve(q, k)
     (R, Q, N, H), (T, K) = q.shape, k.shape[1:3]
-    query_reads = reads[:, :, config.first :]
+    query_ranges = key_ranges[:, :, config.first :]
     delta = (out.astype(jnp.float32) * gradient.astype(jnp.float32)).sum(axis=-1).swapaxes(1, 2)
     queries, keys, tokens, lse_spec = _make_query_specs(q, k, config)
     dq = config.build_pallas_call(
@@ -239,7 +239,7 @@ def _backward(
         in_specs=[queries, keys, keys, tokens, queries, lse_spec, lse_spec],
         out_specs=queries,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-    )(q, k, v, query_reads, gradient, lse, delta)
+    )(q, k, v, query_ranges, gradient, lse, delta)
     block = pl.BlockSpec((None, config.block, None, H), lambda j, k, r: (r, j, k, 0))
     tokens = pl.BlockSpec((None, config.block), lambda j, k, r: (r, j))
     heads = pl.BlockSpec((None, Q, N // K, H), lambda j, k, r: (r, 0, k, 0))
@@ -252,7 +252,7 @@ def _backward(
         in_specs=[heads, block, block, row, tokens, heads, lse_spec, lse_spec],
         out_specs=[block, block],
         out_shape=[jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)],
-    )(q, k, v, query_reads, find_last_readers(reads), gradient, lse, delta)
+    )(q, k, v, query_ranges, find_last_readers(key_ranges), gradient, lse, delta)
     return dq, dk, dv, None
 
 
@@ -260,7 +260,7 @@ def _backward_queries_kernel(
     q_ref: Any,
     k_ref: Any,
     v_ref: Any,
-    reads_ref: Any,
+    ranges_ref: Any,
     gradient_ref: Any,
     lse_ref: Any,
     delta_ref: Any,
@@ -268,19 +268,19 @@ def _backward_queries_kernel(
     *,
     config: KernelConfig,
 ) -> None:
-    q, reads, queries = (
+    q, key_ranges, queries = (
         q_ref[...],
-        _load_reads(reads_ref),
+        _load_key_ranges(ranges_ref),
         config.get_query_positions(pl.program_id(0), config.block),
     )
     gradient, lse, delta = gradient_ref[...], lse_ref[...], delta_ref[...]
-    count, block_index = _find_key_blocks(reads, config)
+    count, block_index = _find_key_blocks(key_ranges, config)
 
     def accumulate(i: jax.Array, total: jax.Array) -> jax.Array:
         j = block_index(i)
         keys, block = _make_positions(j, config.step), pl.ds(j * config.step, config.step)
         k = k_ref[block, :]
-        mask = attention_mask(_reshape_to_columns(reads), keys) & (keys <= queries[:, None])
+        mask = attention_mask(_reshape_to_columns(key_ranges), keys) & (keys <= queries[:, None])
         scores = jnp.where(mask, _dot(q, k, (1, 1)) * config.scale, MASK_VALUE)
         d_weights = _dot(gradient, v_ref[block, :], (1, 1))
         d_scores = jnp.exp2(scores - lse[:, None]) * (d_weights - delta[:, None])
@@ -295,7 +295,7 @@ def _backward_keys_kernel(
     q_ref: Any,
     k_ref: Any,
     v_ref: Any,
-    reads_ref: Any,
+    ranges_ref: Any,
     ends_ref: Any,
     gradient_ref: Any,
     lse_ref: Any,
@@ -321,8 +321,8 @@ def _backward_keys_kernel(
         )
         q, gradient = q_ref[block, head, :], gradient_ref[block, head, :]
         # Scores are transposed (keys by queries), so that neither sum needs a transpose.
-        reads = _load_reads(reads_ref, block)
-        mask = attention_mask(reads, keys[:, None]) & (keys[:, None] <= queries)
+        key_ranges = _load_key_ranges(ranges_ref, block)
+        mask = attention_mask(key_ranges, keys[:, None]) & (keys[:, None] <= queries)
         scores = jnp.where(mask, _dot(k, q, (1, 1)) * config.scale, MASK_VALUE)
         weights = jnp.exp2(scores - lse_ref[head, block])
         d_scores = weights * (_dot(v, gradient, (1, 1)) - delta_ref[head, block])

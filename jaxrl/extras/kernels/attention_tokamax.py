@@ -28,7 +28,7 @@ def attend_packed(
     q: Float[Array, "R Q N H"],
     k: Float[Array, "R T K H"],
     v: Float[Array, "R T K H"],
-    reads: Int[Array, "R 3 T"],
+    key_ranges: Int[Array, "R 3 T"],
     *,
     interpret: bool = False,
     shares_prompts: bool = True,
@@ -45,7 +45,7 @@ def attend_packed(
         q: Queries of the last Q tokens.
         k: Keys of all T tokens.
         v: Values of all T tokens.
-        reads: Ranges of tokens that each token attends to; see `kernels.find_reads`.
+        key_ranges: Ranges of tokens that each token attends to; see `kernels.compute_key_ranges`.
         interpret: True to use `XlaKernels`, which hold all scores in memory, for tests.
         shares_prompts: True if segments may share a prompt; False skips the second pass.
 
@@ -59,11 +59,11 @@ def attend_packed(
             "float16; set config.model.dtype to 'bfloat16'."
         )
     Q, H = q.shape[1], q.shape[3]
-    q, k, v, reads = pad_to_blocks(q, k, v, reads, BLOCK)
+    q, k, v, key_ranges = pad_to_blocks(q, k, v, key_ranges, BLOCK)
     pad = ((0, 0), (0, 0), (0, 0), (0, -H % HEAD_MULTIPLE))
     q, k, v = (jnp.pad(x, pad) for x in (q, k, v))
     kernels = XlaKernels(H**-0.5) if interpret else TokamaxKernels(H**-0.5)
-    return _attend(q, k, v, reads, kernels, shares_prompts)[:, :Q, :, :H]
+    return _attend(q, k, v, key_ranges, kernels, shares_prompts)[:, :Q, :, :H]
 
 
 class KeyRange(NamedTuple):
@@ -189,25 +189,25 @@ class TokamaxKernels:
         return {"mask": mask, "logits_scale": self.scale}
 
 
-def _split_key_ranges(q: jax.Array, reads: jax.Array, shares_prompts: bool) -> list[KeyRange]:
-    starts, *shared = jnp.moveaxis(reads[:, :, -q.shape[1] :], 1, 0)
+def _split_key_ranges(q: jax.Array, key_ranges: jax.Array, shares_prompts: bool) -> list[KeyRange]:
+    starts, *shared = jnp.moveaxis(key_ranges[:, :, -q.shape[1] :], 1, 0)
     return [KeyRange(starts, None), KeyRange(*shared)][: 1 + shares_prompts]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, reads: jax.Array,
+    q: jax.Array, k: jax.Array, v: jax.Array, key_ranges: jax.Array,
     kernels: XlaKernels | TokamaxKernels, shares_prompts: bool,
 ) -> jax.Array:  # fmt: skip
-    return _forward(q, k, v, reads, kernels, shares_prompts)[0]
+    return _forward(q, k, v, key_ranges, kernels, shares_prompts)[0]
 
 
 def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, reads: jax.Array,
+    q: jax.Array, k: jax.Array, v: jax.Array, key_ranges: jax.Array,
     kernels: XlaKernels | TokamaxKernels, shares_prompts: bool,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:  # fmt: skip
     """Return the outputs and the residuals, which contain the log-sum-exp `[R, N, Q]`."""
-    ranges = _split_key_ranges(q, reads, shares_prompts)
+    ranges = _split_key_ranges(q, key_ranges, shares_prompts)
     outs, sums = zip(*[kernels.forward(q, k, v, part) for part in ranges], strict=True)
     out, lse = outs[0], sums[0]
     if shares_prompts:
@@ -217,7 +217,7 @@ def _forward(
             part * part_weight for part, part_weight in zip(outs, part_weights, strict=True)
         ).astype(q.dtype)
     out, lse = checkpoint_name(out, "attended"), checkpoint_name(lse, "lse")
-    return out, (q, k, v, reads, out, lse)
+    return out, (q, k, v, key_ranges, out, lse)
 
 
 def _backward(
@@ -226,12 +226,14 @@ def _backward(
     residuals: tuple[jax.Array, ...],
     gradient: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    q, k, v, reads, out, lse = residuals
+    q, k, v, key_ranges, out, lse = residuals
     if isinstance(kernels, TokamaxKernels) and q.shape[3] <= MAX_HEAD_DIM and kernels.is_hopper():
         from jaxrl.extras.kernels.gradients_hopper import attention_gradients
 
-        return *attention_gradients(q, k, v, reads, out, lse, gradient, scale=kernels.scale), None
-    ranges = _split_key_ranges(q, reads, shares_prompts)
+        return *attention_gradients(
+            q, k, v, key_ranges, out, lse, gradient, scale=kernels.scale
+        ), None
+    ranges = _split_key_ranges(q, key_ranges, shares_prompts)
     parts = [kernels.backward(q, k, v, part, out, lse, gradient) for part in ranges]
     return *(sum(grads[1:], grads[0]) for grads in zip(*parts, strict=True)), None
 

@@ -34,7 +34,7 @@ def attend_packed(
     q: Float[Array, "R Q N H"],
     k: Float[Array, "R T K H"],
     v: Float[Array, "R T K H"],
-    reads: Int[Array, "R 3 T"],
+    key_ranges: Int[Array, "R 3 T"],
     *,
     interpret: bool = False,
 ) -> Float[Array, "R Q N H"]:
@@ -48,7 +48,7 @@ def attend_packed(
     # Blocks have equal sizes, a multiple of `LANES`.
     num_blocks = -(-Q // MAX_BLOCK)
     size = -(-Q // (num_blocks * LANES)) * LANES
-    q, k, v, reads = pad_to_blocks(q, k, v, reads, size)
+    q, k, v, key_ranges = pad_to_blocks(q, k, v, key_ranges, size)
     num_queries, length = q.shape[1], k.shape[1]
     blocks = splash.BlockSizes(
         block_q=size,
@@ -73,7 +73,7 @@ def attend_packed(
     pad = ((0, 0), (0, 0), (0, 0), (0, -H % LANES))
     q = (q.astype(jnp.float32) * H**-0.5).astype(q.dtype)
     q, k, v = (jnp.pad(x, pad).swapaxes(1, 2) for x in (q, k, v))
-    ids = reads[:, 0]  # all tokens of a segment have the same start
+    ids = key_ranges[:, 0]  # all tokens of a segment have the same start
     out = jax.vmap(attend)(q, k, v, splash.SegmentIds(ids[:, -num_queries:], ids))
     return out.swapaxes(1, 2)[:, :Q, :, :H]
 
@@ -132,8 +132,8 @@ def attend_pages(
         name="attention_pages",
     )(*spec.steps, grouped_q, row_limits[:, :, None], keys, values)
     out, lse = ungroup_queries(out, lse[..., 0], q.shape)
-    reads = (limits > 0)[:, :, None]  # blocks without steps are not written
-    return jnp.where(reads[..., None], out, 0.0), jnp.where(reads, lse, EMPTY_LSE)
+    key_ranges = (limits > 0)[:, :, None]  # blocks without steps are not written
+    return jnp.where(key_ranges[..., None], out, 0.0), jnp.where(key_ranges, lse, EMPTY_LSE)
 
 
 class Steps(NamedTuple):

@@ -53,7 +53,7 @@ def attention_gradients(
     q: Float[Array, "R Q N H"],
     k: Float[Array, "R T K H"],
     v: Float[Array, "R T K H"],
-    reads: Int[Array, "R 3 T"],
+    key_ranges: Int[Array, "R 3 T"],
     out: Float[Array, "R Q N H"],
     lse: Float[Array, "R N Q"],
     gradient: Float[Array, "R Q N H"],
@@ -70,7 +70,7 @@ def attention_gradients(
         q: Queries of the last Q tokens, a multiple of `TILE`; bfloat16 or float16.
         k: Keys of all T tokens, a multiple of `TILE`.
         v: Values of all T tokens.
-        reads: Ranges of tokens that each token attends to; see `kernels.find_reads`.
+        key_ranges: Ranges of tokens that each token attends to; see `kernels.compute_key_ranges`.
         out: Outputs of the forward pass.
         lse: Log-sum-exp of the scores, in nats.
         gradient: Gradient of the loss with respect to `out`.
@@ -81,7 +81,7 @@ def attention_gradients(
     config = GradientConfig(scale=scale, first=T - Q, num_queries=Q, groups=N // K)
     # Inputs of both kernels: log-sum-exp in base 2, dot products of outputs and gradients.
     delta = jnp.einsum("rqnh,rqnh->rnq", out, gradient, preferred_element_type=jnp.float32)
-    arrays = q, k, v, gradient.astype(q.dtype), lse * math.log2(math.e), delta, reads[..., -Q:]
+    arrays = q, k, v, gradient.astype(q.dtype), lse * math.log2(math.e), delta, key_ranges[..., -Q:]
     call = partial(
         mosaic.kernel,
         grid_names=GRID,
@@ -99,7 +99,7 @@ def attention_gradients(
             mosaic.Barrier(num_barriers=GROUPS, num_arrivals=2),
         ],
         kernel_name="attention_backward_queries",
-    )(*arrays, *_find_key_blocks(reads, config))
+    )(*arrays, *_find_key_blocks(key_ranges, config))
     dk, dv = call(
         partial(_keys_kernel, config=config),
         grid=(T // TILE, R, K),
@@ -110,7 +110,7 @@ def attention_gradients(
             mosaic.Barrier(num_barriers=GROUPS, num_arrivals=2),
         ],
         kernel_name="attention_backward_keys",
-    )(*arrays, *_find_query_blocks(reads, config))
+    )(*arrays, *_find_query_blocks(key_ranges, config))
     return dq, dk, dv
 
 
@@ -138,7 +138,7 @@ def _alloc_smem(x: jax.Array) -> Any:
     return mosaic.SMEM(shape, x.dtype, transforms=_get_smem_transforms(x.dtype))
 
 
-def _find_key_blocks(reads: jax.Array, config: GradientConfig) -> tuple[jax.Array, jax.Array]:
+def _find_key_blocks(key_ranges: jax.Array, config: GradientConfig) -> tuple[jax.Array, jax.Array]:
     """Find the key blocks that each query tile reads, and the blocks without a mask.
 
     Returns:
@@ -147,17 +147,19 @@ def _find_key_blocks(reads: jax.Array, config: GradientConfig) -> tuple[jax.Arra
         key blocks. `mask_bound`, int32 `[R, Q / BLOCK]`: for each query block, all queries read the
         keys from this index up to the diagonal block, which therefore need no mask.
     """
-    R = len(reads)
-    query_reads = reads[..., config.first :].reshape(R, 3, -1, TILE)
+    R = len(key_ranges)
+    query_ranges = key_ranges[..., config.first :].reshape(R, 3, -1, TILE)
     indices = config.first // BLOCK + jnp.arange(config.num_queries // TILE) * GROUPS
     find = jax.vmap(jax.vmap(partial(find_key_blocks, size=BLOCK), (1, 0)), (0, None))
-    shared, num_shared, segment = find(query_reads, indices)
+    shared, num_shared, segment = find(query_ranges, indices)
     count = num_shared + indices + GROUPS - segment
-    mask_bound = query_reads[:, 0].reshape(R, -1, BLOCK).max(axis=2)
+    mask_bound = query_ranges[:, 0].reshape(R, -1, BLOCK).max(axis=2)
     return jnp.stack([shared, num_shared, segment, count], axis=2).astype(jnp.int32), mask_bound
 
 
-def _find_query_blocks(reads: jax.Array, config: GradientConfig) -> tuple[jax.Array, jax.Array]:
+def _find_query_blocks(
+    key_ranges: jax.Array, config: GradientConfig
+) -> tuple[jax.Array, jax.Array]:
     """Find the query blocks that read each key tile, and the blocks without a mask.
 
     Returns:
@@ -166,22 +168,22 @@ def _find_query_blocks(reads: jax.Array, config: GradientConfig) -> tuple[jax.Ar
         queries past the diagonal block and before this index read all of its keys and therefore
         need no mask.
     """
-    R, _, T = reads.shape
-    ends = find_last_readers(reads)
+    R, _, T = key_ranges.shape
+    ends = find_last_readers(key_ranges)
     tiles = jnp.arange(T // TILE) * TILE
     first = jnp.maximum(tiles - config.first, 0) // BLOCK
     last = -(-(ends.reshape(R, -1, TILE).max(axis=2) - config.first) // BLOCK)
     blocks = jnp.stack(jnp.broadcast_arrays(first, jnp.maximum(last - first, 1)), axis=2)
-    starts = reads[:, 0].reshape(R, -1, BLOCK)
+    starts = key_ranges[:, 0].reshape(R, -1, BLOCK)
     is_single_segment = starts.max(axis=2) <= jnp.arange(0, T, BLOCK)
     mask_bound = jnp.where(is_single_segment, ends.reshape(R, -1, BLOCK).min(axis=2), 0)
     return blocks.astype(jnp.int32), mask_bound
 
 
 def _make_attention_mask(
-    reads: Any, keys: jax.Array, queries: jax.Array, broadcast: Callable[..., Any]
+    key_ranges: Any, keys: jax.Array, queries: jax.Array, broadcast: Callable[..., Any]
 ) -> Any:
-    starts, shared_starts, shared_ends = (broadcast(x) for x in reads)
+    starts, shared_starts, shared_ends = (broadcast(x) for x in key_ranges)
     segment = (keys >= starts) & (keys <= queries)
     return segment | ((keys >= shared_starts) & (keys < shared_ends))
 
@@ -200,7 +202,7 @@ SCORES = (BLOCK, BLOCK)
 
 def _queries_kernel(
     q_ref: Any, k_ref: Any, v_ref: Any, gradient_ref: Any, lse_ref: Any, delta_ref: Any,
-    reads_ref: Any, blocks_ref: Any, bound_ref: Any, out_ref: Any, q_smem: Any, gradient_smem: Any,
+    ranges_ref: Any, blocks_ref: Any, bound_ref: Any, out_ref: Any, q_smem: Any, gradient_smem: Any,
     load_barriers: Any, *, config: GradientConfig,
 ) -> None:  # fmt: skip
     tile_index, row, head = (jax.lax.axis_index(name) for name in GRID)
@@ -255,9 +257,9 @@ def _queries_kernel(
         weights = jnp.exp2(scores * (config.scale * math.log2(math.e)) - broadcast(lse))
 
         def mask_weights() -> jax.Array:
-            reads = [_load(reads_ref.at[row, i, block_slice], ROWS) for i in range(3)]
+            key_ranges = [_load(ranges_ref.at[row, i, block_slice], ROWS) for i in range(3)]
             positions = _make_positions(key, SCORES, 1), _make_positions(query, SCORES, 0)
-            return jnp.where(_make_attention_mask(reads, *positions, broadcast), weights, 0.0)
+            return jnp.where(_make_attention_mask(key_ranges, *positions, broadcast), weights, 0.0)
 
         # Apply the mask only to partially masked blocks.
         is_unmasked = (key >= mask_bound) & (key + BLOCK <= query)
@@ -288,7 +290,7 @@ def _queries_kernel(
 
 def _keys_kernel(
     q_ref: Any, k_ref: Any, v_ref: Any, gradient_ref: Any, lse_ref: Any, delta_ref: Any,
-    reads_ref: Any, blocks_ref: Any, bound_ref: Any, dk_ref: Any, dv_ref: Any,
+    ranges_ref: Any, blocks_ref: Any, bound_ref: Any, dk_ref: Any, dv_ref: Any,
     k_smem: Any, v_smem: Any, load_barriers: Any, *, config: GradientConfig,
 ) -> None:  # fmt: skip
     tile, row, kv_head = (jax.lax.axis_index(name) for name in GRID)
@@ -342,9 +344,11 @@ def _keys_kernel(
         weights = jnp.exp2(scores * (config.scale * math.log2(math.e)) - broadcast(sums))
 
         def mask_weights() -> jax.Array:
-            reads = [_load(reads_ref.at[row, i, pl.ds(queries, BLOCK)], COLUMNS) for i in range(3)]
+            key_ranges = [
+                _load(ranges_ref.at[row, i, pl.ds(queries, BLOCK)], COLUMNS) for i in range(3)
+            ]
             positions = _make_positions(key, SCORES, 0), _make_positions(query, SCORES, 1)
-            return jnp.where(_make_attention_mask(reads, *positions, broadcast), weights, 0.0)
+            return jnp.where(_make_attention_mask(key_ranges, *positions, broadcast), weights, 0.0)
 
         # Apply the mask only to partially masked blocks.
         is_unmasked = (query >= key + BLOCK) & (query + BLOCK <= mask_bound)

@@ -7,16 +7,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 
-def find_last_readers(reads: Int[Array, "R 3 T"]) -> Int[Array, "R T"]:
+def find_last_readers(key_ranges: Int[Array, "R 3 T"]) -> Int[Array, "R T"]:
     """Return, for each token, the exclusive end of the tokens that attend to it.
 
     A token's last reader is the last token of its segment or, for a shared prompt, of the last
     segment that shares it.
 
     Args:
-        reads: Ranges of tokens that each token attends to; see `kernels.find_reads`.
+        key_ranges: Ranges of tokens that each token attends to; see `kernels.compute_key_ranges`.
     """
-    starts, shared_starts, shared_ends = jnp.moveaxis(reads, 1, 0)
+    starts, shared_starts, shared_ends = jnp.moveaxis(key_ranges, 1, 0)
     T = starts.shape[1]
     positions = jnp.arange(T)
 

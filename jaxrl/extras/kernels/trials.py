@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxrl.models.attention.kernels import find_reads
+from jaxrl.models.attention.kernels import compute_key_ranges
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.kernel_check import Trial
 
@@ -54,19 +54,19 @@ def make_packed_trial(
             start += length
     q, gradient = rng.normal(size=(2, *shape, num_heads, head_dim)).astype(np.float32)
     k, v = rng.normal(size=(2, *shape, num_kv_heads, head_dim)).astype(np.float32)
-    reads = np.asarray(find_reads(jnp.asarray(ids), jnp.asarray(positions)))
+    key_ranges = np.asarray(compute_key_ranges(jnp.asarray(ids), jnp.asarray(positions)))
 
     def run(
         attend_packed: Callable[..., Any],
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
-        reads: jax.Array,
+        key_ranges: jax.Array,
         gradient: jax.Array,
         is_token: jax.Array,
     ) -> Sequence[jax.Array]:
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            return jnp.where(is_token[..., None, None], attend_packed(q, k, v, reads), 0)
+            return jnp.where(is_token[..., None, None], attend_packed(q, k, v, key_ranges), 0)
 
         out, backward = jax.vjp(attend, q, k, v)
         return out, *backward(gradient)
@@ -75,7 +75,7 @@ def make_packed_trial(
         operation="attention of the update",
         names=("outputs", "gradient of queries", "gradient of keys", "gradient of values"),
         run=run,
-        arrays=(q, k, v, reads, gradient, ids > 0),
+        arrays=(q, k, v, key_ranges, gradient, ids > 0),
         reference=XLA.attend_packed,
         dtype=dtype,
         device=device,

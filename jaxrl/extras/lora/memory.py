@@ -31,7 +31,7 @@ def count_decode_bytes(adapter: Adapter, mesh: Any, dtype: np.dtype, *, may_shar
         is_int8 = (*path[:-1], "kernel_scale") in decode_leaves and path[-1] in QUANTIZED
         is_sum = is_target and path[-1] == "kernel"
         target_dtype = leaf_dtype if is_int8 and not is_sum else dtype
-        if adapter.head_dtype and path[0] == adapter.output_entry and not adapter.tie_embeddings:
+        if adapter.head_dtype and path[0] == adapter.output_module and not adapter.tie_embeddings:
             target_dtype = np.dtype(adapter.head_dtype)
         is_copy = (
             path[-1] in TRAINED

@@ -38,7 +38,7 @@ from jaxrl.models.attention.choice import copies_pages, prefill_block_tokens, re
 from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS
 from jaxrl.models.attention.reference import STEP_TOKENS
 from jaxrl.models.output import split_evenly
-from jaxrl.models.policy import get_layered_entries
+from jaxrl.models.policy import get_stacked_modules
 from jaxrl.runtime.compilation import CPU_HAS_BFLOAT16_MATMUL
 from jaxrl.runtime.sharding import (
     check_even_split,
@@ -571,7 +571,7 @@ def _plan_weight_sync(config: ResolvedConfig, model: Architecture, target: Targe
         local_param_sizes(model, mesh, for_decode=True),
     )
     decode_sizes = {
-        path: size * (itemsize + head * (path[0] == model.output_entry))
+        path: size * (itemsize + head * (path[0] == model.output_module))
         for path, (size, _) in decode_params.items()
     }
     if config.mesh.rollout_devices:
@@ -676,13 +676,13 @@ class _ParamCounts:
     @functools.cache
     def compute(cls, model: Architecture, mesh: Any) -> _ParamCounts:
         """Count the parameters of a model on a mesh."""
-        layer_entries = get_layered_entries(model)
+        stacked_modules = get_stacked_modules(model)
         counts = dict.fromkeys(("layers", "split_tables", "gathered", "decode_layers", "tables"), 0)
         decode = local_param_sizes(model, mesh, for_decode=True)
         for path, (size, _) in local_param_sizes(model, mesh).items():
             decode_size, _ = decode[path]
-            counts["layers" if path[0] in layer_entries else "split_tables"] += size
-            counts["decode_layers" if path[0] in layer_entries else "tables"] += decode_size
+            counts["layers" if path[0] in stacked_modules else "split_tables"] += size
+            counts["decode_layers" if path[0] in stacked_modules else "tables"] += decode_size
             if path[0] == "blocks" and size < decode_size:
                 counts["gathered"] += decode_size
         return cls(gathered_layer=counts.pop("gathered") // model.num_layers, **counts)

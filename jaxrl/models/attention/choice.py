@@ -20,7 +20,7 @@ from jaxrl.models.attention.kernels import (
     AttendPacked,
     AttentionKernels,
 )
-from jaxrl.models.attention.reference import XLA, shift_reads
+from jaxrl.models.attention.reference import XLA, shift_key_ranges
 from jaxrl.models.kernel_check import (
     SelectedKernel,
     Trial,
@@ -211,8 +211,8 @@ def shard_attention(attend_packed: AttendPacked, mesh: Mesh | AbstractMesh) -> A
     """Wrap `attend_packed` in `shard_map`: each device computes its pieces of rows and its heads.
 
     Queries, keys and values are pieces of rows, `[R * C, T / C, heads, H]`: for each device, the
-    first pieces of its rows, then the second pieces, and so on. `reads` covers complete rows. Equal
-    arguments return the same function, so that compiled programs are reused.
+    first pieces of its rows, then the second pieces, and so on. `key_ranges` covers complete rows.
+    Equal arguments return the same function, so that compiled programs are reused.
     """
     return get_or_make(
         partial(_shard_attention, attend_packed, mesh), name="attention", key=(attend_packed, mesh)
@@ -234,7 +234,7 @@ def _shard_attention(attend_packed: AttendPacked, mesh: Mesh | AbstractMesh) -> 
 
 
 def _attend_pieces(
-    attend_packed: AttendPacked, q: jax.Array, k: jax.Array, v: jax.Array, reads: jax.Array
+    attend_packed: AttendPacked, q: jax.Array, k: jax.Array, v: jax.Array, key_ranges: jax.Array
 ) -> jax.Array:
     """Gather the keys and values of complete rows, and attend to them from a device's pieces.
 
@@ -242,7 +242,7 @@ def _attend_pieces(
     static. Later pieces wrap around to positions before the row's first token, where they are
     masked. The backward pass sums the gradients of a device's keys over all devices.
     """
-    T, piece_tokens = reads.shape[2], q.shape[1]
+    T, piece_tokens = key_ranges.shape[2], q.shape[1]
     num_later_pieces = (
         T // piece_tokens - 1 - jax.lax.axis_index(CONTEXT_AXIS)
     )  # pieces after the device's piece
@@ -252,5 +252,5 @@ def _attend_pieces(
         return pieces.swapaxes(0, 1).reshape(x.shape[0], T, *x.shape[2:])
 
     shift = num_later_pieces * piece_tokens
-    reads = shift_reads(jnp.roll(reads, shift, axis=2), shift)
-    return attend_packed(q, gather_rows(k), gather_rows(v), reads)
+    key_ranges = shift_key_ranges(jnp.roll(key_ranges, shift, axis=2), shift)
+    return attend_packed(q, gather_rows(k), gather_rows(v), key_ranges)

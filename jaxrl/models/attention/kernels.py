@@ -14,7 +14,7 @@ from jaxrl.models.architecture import Attend, KernelCheck
 
 AttendPacked = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 """Function from queries of the last Q of T tokens `[R, Q, N, H]`, keys and values of all T tokens
-`[R, T, K, H]`, and the result of `find_reads` `[R, 3, T]` to outputs `[R, Q, N, H]`."""
+`[R, T, K, H]`, and the result of `compute_key_ranges` `[R, 3, T]` to outputs `[R, Q, N, H]`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,21 +46,21 @@ class AttentionKernels:
     def make_attend(
         self, segment_ids: Int[Array, "R T"], positions: Int[Array, "R T"], num_pieces: int = 1
     ) -> Attend:
-        """Return the attention function for packed rows; see `find_reads` for the arguments.
+        """Return the attention function for packed rows. See `compute_key_ranges` for the ids.
 
         Each row is split into `num_pieces`. A device holds the first pieces of all its rows, then
         the second pieces, and so on.
         """
-        reads = find_reads(segment_ids, positions)
+        key_ranges = compute_key_ranges(segment_ids, positions)
         R, T = segment_ids.shape
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             def split_rows(x: jax.Array) -> jax.Array:
                 return x.reshape(R * num_pieces, T // num_pieces, *x.shape[1:])
 
-            return self.attend_packed(split_rows(q), split_rows(k), split_rows(v), reads).reshape(
-                q.shape
-            )
+            return self.attend_packed(
+                split_rows(q), split_rows(k), split_rows(v), key_ranges
+            ).reshape(q.shape)
 
         return attend
 
@@ -75,7 +75,9 @@ Splash attention masks tokens by equal segment ids or at compile time.
 """
 
 
-def find_reads(segment_ids: Int[Array, "R T"], positions: Int[Array, "R T"]) -> Int[Array, "R 3 T"]:
+def compute_key_ranges(
+    segment_ids: Int[Array, "R T"], positions: Int[Array, "R T"]
+) -> Int[Array, "R 3 T"]:
     """Return the ranges of tokens that each token attends to, as three indices per token.
 
     The first index is the start of the token's context, to which it attends up to itself. The

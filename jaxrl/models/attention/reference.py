@@ -27,7 +27,7 @@ def attend_packed(
     q: Float[Array, "R Q N H"],
     k: Float[Array, "R T K H"],
     v: Float[Array, "R T K H"],
-    reads: Int[Array, "R 3 T"],
+    key_ranges: Int[Array, "R 3 T"],
 ) -> Float[Array, "R Q N H"]:
     """Compute causal attention within the segments of packed rows, and over shared prompts.
 
@@ -42,17 +42,17 @@ def attend_packed(
         q: Queries of the last Q tokens.
         k: Keys of all T tokens.
         v: Values of all T tokens.
-        reads: Ranges of tokens that each token attends to; see `kernels.find_reads`.
+        key_ranges: Ranges of tokens that each token attends to; see `kernels.compute_key_ranges`.
     """
     R, Q, N, H = q.shape
     K = k.shape[2]
     num_blocks = -(-Q // MAX_BLOCK)
     size = -(-Q // num_blocks)
-    q, k, v, reads = pad_to_blocks(q, k, v, reads, size)
+    q, k, v, key_ranges = pad_to_blocks(q, k, v, key_ranges, size)
     q = q.reshape(R, num_blocks, size, K, N // K, H).transpose(1, 0, 3, 4, 2, 5)
     k, v = (x.reshape(R, -1, size, K, H).transpose(1, 0, 3, 2, 4) for x in (k, v))
-    reads = reads.reshape(R, 3, -1, size).transpose(2, 1, 0, 3)[-num_blocks:]
-    out = _attend(q.reshape(num_blocks, R, K, -1, H), k, v, reads)
+    key_ranges = key_ranges.reshape(R, 3, -1, size).transpose(2, 1, 0, 3)[-num_blocks:]
+    out = _attend(q.reshape(num_blocks, R, K, -1, H), k, v, key_ranges)
     out = out.reshape(num_blocks, R, K, N // K, size, H).transpose(1, 0, 4, 2, 3, 5)
     return out.reshape(R, -1, N, H)[:, :Q]
 
@@ -61,7 +61,7 @@ def pad_to_blocks(
     q: Float[Array, "R Q N H"],
     k: Float[Array, "R T K H"],
     v: Float[Array, "R T K H"],
-    reads: Int[Array, "R 3 T"],
+    key_ranges: Int[Array, "R 3 T"],
     size: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Pad the arguments of `attend_packed` to full blocks of `size` tokens.
@@ -72,40 +72,44 @@ def pad_to_blocks(
     Q, T = q.shape[1], k.shape[1]
     pad_after = -Q % size
     pad_before = -(T + pad_after) % size
-    reads = pad_reads(reads, T + pad_after)
+    key_ranges = pad_key_ranges(key_ranges, T + pad_after)
     if pad_before:
-        reads = shift_reads(jnp.pad(reads, ((0, 0), (0, 0), (pad_before, 0))), pad_before)
+        key_ranges = shift_key_ranges(
+            jnp.pad(key_ranges, ((0, 0), (0, 0), (pad_before, 0))), pad_before
+        )
     q = jnp.pad(q, ((0, 0), (0, pad_after), (0, 0), (0, 0)))
     k, v = (jnp.pad(x, ((0, 0), (pad_before, pad_after), (0, 0), (0, 0))) for x in (k, v))
-    return q, k, v, reads
+    return q, k, v, key_ranges
 
 
-def pad_reads(reads: Int[Array, "R 3 T"], length: int) -> Int[Array, "R 3 length"]:
-    """Pad `reads` to `length` tokens per row."""
-    R, _, T = reads.shape
-    padding_reads = jnp.stack([jnp.arange(T, length), *[jnp.full(length - T, n) for n in (T, 0)]])
-    padding = jnp.broadcast_to(padding_reads.astype(reads.dtype), (R, *padding_reads.shape))
-    return jnp.concatenate([reads, padding], axis=2)
+def pad_key_ranges(key_ranges: Int[Array, "R 3 T"], length: int) -> Int[Array, "R 3 length"]:
+    """Pad `key_ranges` to `length` tokens per row."""
+    R, _, T = key_ranges.shape
+    padding_ranges = jnp.stack([jnp.arange(T, length), *[jnp.full(length - T, n) for n in (T, 0)]])
+    padding = jnp.broadcast_to(padding_ranges.astype(key_ranges.dtype), (R, *padding_ranges.shape))
+    return jnp.concatenate([key_ranges, padding], axis=2)
 
 
-def shift_reads(reads: Int[Array, "R 3 T"], shift: int | jax.Array) -> Int[Array, "R 3 T"]:
-    """Update `reads` for rows shifted right by `shift` tokens; padding fills the start."""
-    starts, shared_starts, shared_ends = jnp.moveaxis(reads, 1, 0)
-    T = reads.shape[2]
+def shift_key_ranges(
+    key_ranges: Int[Array, "R 3 T"], shift: int | jax.Array
+) -> Int[Array, "R 3 T"]:
+    """Update `key_ranges` for rows shifted right by `shift` tokens; padding fills the start."""
+    starts, shared_starts, shared_ends = jnp.moveaxis(key_ranges, 1, 0)
+    T = key_ranges.shape[2]
     is_before = jnp.arange(T) < shift
     starts = jnp.where(is_before, jnp.arange(T), starts + shift)
     shared_starts = jnp.where(is_before, T, shared_starts + shift)
     shared_ends = jnp.where(is_before | (shared_ends == 0), 0, shared_ends + shift)
-    return jnp.stack([starts, shared_starts, shared_ends], axis=1).astype(reads.dtype)
+    return jnp.stack([starts, shared_starts, shared_ends], axis=1).astype(key_ranges.dtype)
 
 
 def find_key_blocks(
-    reads: Iterable[jax.Array], index: jax.Array, size: int
+    key_ranges: Iterable[jax.Array], index: jax.Array, size: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Find the key blocks before block `index` that its queries attend to.
 
     Args:
-        reads: Ranges that the queries attend to, `[3, ...]`; see `kernels.find_reads`.
+        key_ranges: Ranges that the queries attend to, `[3, ...]`; see `kernels.compute_key_ranges`.
         index: Index of the queries' first block.
         size: Number of tokens in a block of keys.
 
@@ -113,16 +117,16 @@ def find_key_blocks(
         First block and number of blocks of the shared prompt, and the first block of the contiguous
         range that ends at `index`.
     """
-    starts, shared_starts, shared_ends = reads
+    starts, shared_starts, shared_ends = key_ranges
     local = starts.min() // size
     shared = shared_starts.min() // size
     end = jnp.minimum((shared_ends.max() + size - 1) // size, jnp.minimum(local, index))
     return shared, jnp.maximum(end - shared, 0), local
 
 
-def attention_mask(reads: Iterable[jax.Array], keys: jax.Array) -> jax.Array:
+def attention_mask(key_ranges: Iterable[jax.Array], keys: jax.Array) -> jax.Array:
     """Return the mask of the keys that each query attends to, before causal masking."""
-    starts, shared_starts, shared_ends = reads
+    starts, shared_starts, shared_ends = key_ranges
     return (keys >= starts) | (keys >= shared_starts) & (keys < shared_ends)
 
 
@@ -134,22 +138,22 @@ _product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 @jax.custom_vjp
-def _attend(q: jax.Array, k: jax.Array, v: jax.Array, reads: jax.Array) -> jax.Array:
-    return _forward(q, k, v, reads)[0]
+def _attend(q: jax.Array, k: jax.Array, v: jax.Array, key_ranges: jax.Array) -> jax.Array:
+    return _forward(q, k, v, key_ranges)[0]
 
 
 def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, reads: jax.Array
+    q: jax.Array, k: jax.Array, v: jax.Array, key_ranges: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Return the outputs, and the residuals for the backward pass."""
 
     def step(block: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        index, q, reads = block
-        return _forward_block(index, q, reads, k, v)
+        index, q, key_ranges = block
+        return _forward_block(index, q, key_ranges, k, v)
 
-    out, lse = jax.lax.map(step, (_query_block_indices(q, k), q, reads))
+    out, lse = jax.lax.map(step, (_query_block_indices(q, k), q, key_ranges))
     out, lse = checkpoint_name(out, "attended"), checkpoint_name(lse, "lse")
-    return out, (q, k, v, reads, out, lse)
+    return out, (q, k, v, key_ranges, out, lse)
 
 
 def _query_block_indices(q: jax.Array, k: jax.Array) -> jax.Array:
@@ -158,7 +162,7 @@ def _query_block_indices(q: jax.Array, k: jax.Array) -> jax.Array:
 
 
 def _forward_block(
-    index: jax.Array, q: jax.Array, reads: jax.Array, k: jax.Array, v: jax.Array
+    index: jax.Array, q: jax.Array, key_ranges: jax.Array, k: jax.Array, v: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Compute a query block's outputs and log-sum-exp, with an online softmax over key blocks."""
 
@@ -166,7 +170,7 @@ def _forward_block(
         return _product("rkts,rksh->rkth", weights.astype(values.dtype), values)
 
     # Start with the diagonal block: each query attends to itself, so the maximum is finite.
-    scores = _compute_scores(q, k[index], reads, index, is_diagonal=True)
+    scores = _compute_scores(q, k[index], key_ranges, index, is_diagonal=True)
     highest = scores.max(axis=-1, keepdims=True)
     weights = jnp.exp(scores - highest)
     sums = highest, weights.sum(axis=-1, keepdims=True), average(weights, v[index])
@@ -174,34 +178,34 @@ def _forward_block(
     def add(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         highest, total, out = sums
         j = block_at(i)
-        scores = _compute_scores(q, k[j], reads, j, is_diagonal=False)
+        scores = _compute_scores(q, k[j], key_ranges, j, is_diagonal=False)
         new = jnp.maximum(highest, scores.max(axis=-1, keepdims=True))
         weights, correction = jnp.exp(scores - new), jnp.exp(highest - new)
         total = total * correction + weights.sum(axis=-1, keepdims=True)
         return new, total, out * correction + average(weights, v[j])
 
     if len(k) > 1:
-        count, block_at = _find_blocks_before(index, reads)
+        count, block_at = _find_blocks_before(index, key_ranges)
         sums = jax.lax.fori_loop(0, count, add, sums)
     highest, total, out = sums
     return (out / total).astype(q.dtype), highest + jnp.log(total)
 
 
 def _find_blocks_before(
-    index: jax.Array, reads: jax.Array
+    index: jax.Array, key_ranges: jax.Array
 ) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
     """Return the number of earlier key blocks a query block reads, and a map to their indices."""
-    shared, num_shared, local = find_key_blocks(reads, index, reads.shape[2])
+    shared, num_shared, local = find_key_blocks(key_ranges, index, key_ranges.shape[2])
     count = num_shared + index - local
     return count, lambda i: jnp.where(i < num_shared, shared + i, local - num_shared + i)
 
 
 def _compute_scores(
-    q: jax.Array, k: jax.Array, reads: jax.Array, key_block: jax.Array, *, is_diagonal: bool
+    q: jax.Array, k: jax.Array, key_ranges: jax.Array, key_block: jax.Array, *, is_diagonal: bool
 ) -> jax.Array:
     """Compute the masked, scaled scores of a query block and a key block, `[R, K, G * B, B]`."""
     offsets = jnp.arange(k.shape[2])
-    mask = attention_mask(reads[..., None], key_block * len(offsets) + offsets)
+    mask = attention_mask(key_ranges[..., None], key_block * len(offsets) + offsets)
     if is_diagonal:
         mask &= offsets <= offsets[:, None]
     mask = jnp.tile(mask[:, None], (1, 1, q.shape[2] // len(offsets), 1))
@@ -211,7 +215,7 @@ def _compute_scores(
 def _backward(
     saved: tuple[jax.Array, ...], gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    q, k, v, reads, out, lse = saved
+    q, k, v, key_ranges, out, lse = saved
     scale = q.shape[4] ** -0.5
     delta = (out.astype(jnp.float32) * gradient.astype(jnp.float32)).sum(axis=-1, keepdims=True)
 
@@ -234,7 +238,7 @@ def _backward(
 
     # Accumulate in the transposed layout of the matmuls, since transposing is slow on a CPU.
     zeros = jnp.zeros(k.swapaxes(3, 4).shape, jnp.float32)
-    blocks = (_query_block_indices(q, k), (q, reads, lse, gradient, delta))
+    blocks = (_query_block_indices(q, k), (q, key_ranges, lse, gradient, delta))
     (dk, dv), dq = jax.lax.scan(step, (zeros, zeros), blocks)
     dk, dv = (dk * scale).swapaxes(3, 4), dv.swapaxes(3, 4)
     return dq, dk.astype(k.dtype), dv.astype(v.dtype), None
@@ -248,8 +252,8 @@ def _backward_pair(
     block: tuple[jax.Array, ...], j: jax.Array, k: jax.Array, v: jax.Array, *, is_diagonal: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute gradients of queries, keys and values for a query block and key block `j`."""
-    q, reads, lse, gradient, delta = block
-    weights = jnp.exp(_compute_scores(q, k[j], reads, j, is_diagonal=is_diagonal) - lse)
+    q, key_ranges, lse, gradient, delta = block
+    weights = jnp.exp(_compute_scores(q, k[j], key_ranges, j, is_diagonal=is_diagonal) - lse)
     dv = _product("rkth,rkts->rkhs", gradient, weights.astype(q.dtype))
     dweights = _product("rkth,rksh->rkts", gradient, v[j])
     dscores = (weights * (dweights - delta)).astype(q.dtype)

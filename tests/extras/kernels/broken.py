@@ -66,7 +66,7 @@ BREAKS = {
 
 
 def train(how):
-    return lambda q, k, v, reads: how(XLA.attend_packed(q, k, v, reads))
+    return lambda q, k, v, key_ranges: how(XLA.attend_packed(q, k, v, key_ranges))
 
 
 def attend_pages(how):

@@ -183,8 +183,8 @@ def test_the_trial_has_what_kernels_go_wrong_at():
     live = [set(row[: -(-end // 16)]) for row, end in zip(tables, limits[:, 0], strict=True)]
     assert any(a & b for i, a in enumerate(live) for b in live[:i])
     for shares_prompts, num_sharing in ((True, 200 + 3 + 260), (False, 0)):
-        *_, reads, _, is_token = trials.make_packed_trial(
+        *_, key_ranges, _, is_token = trials.make_packed_trial(
             4, 2, 32, jnp.float32, DEVICE, shares_prompts=shares_prompts
         ).arrays
-        assert (reads[:, 2] > 0).sum() == num_sharing
+        assert (key_ranges[:, 2] > 0).sum() == num_sharing
         assert not is_token.all()

@@ -27,8 +27,8 @@ SHAPES = [
 
 
 def forward_and_backward(attend_packed):
-    def run(q, k, v, reads, gradient):
-        out, back = jax.vjp(lambda q, k, v: attend_packed(q, k, v, reads), q, k, v)
+    def run(q, k, v, key_ranges, gradient):
+        out, back = jax.vjp(lambda q, k, v: attend_packed(q, k, v, key_ranges), q, k, v)
         return out, back(gradient)
 
     return jax.jit(run)

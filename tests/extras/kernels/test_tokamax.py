@@ -18,7 +18,7 @@ from jaxrl.extras.kernels.attention_tokamax import (
     XlaKernels,
     attend_packed,
 )
-from jaxrl.models.attention.kernels import find_reads
+from jaxrl.models.attention.kernels import compute_key_ranges
 from jaxrl.models.kernel_check import import_tokamax
 from tests.models.attention.brute import brute_force, random_inputs, random_rows
 from tests.programs import for_gpu, lowered_for_gpu, pretend_hopper
@@ -27,8 +27,8 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def forward_and_backward(**settings):
-    def run(q, k, v, reads, gradient):
-        out, back = jax.vjp(lambda q, k, v: attend_packed(q, k, v, reads, **settings), q, k, v)
+    def run(q, k, v, key_ranges, gradient):
+        out, back = jax.vjp(lambda q, k, v: attend_packed(q, k, v, key_ranges, **settings), q, k, v)
         return out, *back(gradient)
 
     return jax.jit(run)
@@ -50,17 +50,19 @@ def rounded_inputs(rng, shape, num_kv_heads):
 )
 def test_two_ranges_merged_equal_brute_force(shape, num_kv_heads, num_queries, shares_prompts):
     rng = np.random.default_rng(0)
-    segment_ids, positions, reads = random_rows(rng, *shape[:2], shares_prompts=shares_prompts)
+    segment_ids, positions, attention_mask = random_rows(
+        rng, *shape[:2], shares_prompts=shares_prompts
+    )
     is_token = (segment_ids > 0)[:, :, None, None]
     (q, k, v, gradient), exact = rounded_inputs(rng, shape, num_kv_heads)
     is_asked = is_token & (np.arange(shape[1]) >= shape[1] - num_queries)[:, None, None]
     exact[3] = exact[3] * is_asked
     gradient = (gradient * is_asked)[:, -num_queries:]
     run = forward_and_backward(interpret=True, shares_prompts=shares_prompts)
-    ids = find_reads(jnp.asarray(segment_ids), jnp.asarray(positions))
-    got = run(q[:, -num_queries:], k, v, ids, gradient)
+    key_ranges = compute_key_ranges(jnp.asarray(segment_ids), jnp.asarray(positions))
+    got = run(q[:, -num_queries:], k, v, key_ranges, gradient)
     assert {x.dtype for x in got} == {jnp.dtype("bfloat16")}
-    out, of_queries, *of_keys = brute_force(*exact, reads)
+    out, of_queries, *of_keys = brute_force(*exact, attention_mask)
     wanted = (out[:, -num_queries:], of_queries[:, -num_queries:], *of_keys)
     got = [np.asarray(x, np.float32) for x in got]
     got[0] = got[0] * is_token[:, -num_queries:]
@@ -93,7 +95,9 @@ def test_its_masks_are_those_of_the_stand_in(which):
 
     rng, T = np.random.default_rng(1), 128
     segment_ids, positions, _ = random_rows(rng, 2, T)
-    starts, *shared = jnp.moveaxis(find_reads(*map(jnp.asarray, (segment_ids, positions))), 1, 0)
+    starts, *shared = jnp.moveaxis(
+        compute_key_ranges(*map(jnp.asarray, (segment_ids, positions))), 1, 0
+    )
     num_queries = 48 if which == "own of the last" else T
     own = starts, None
     keys = KeyRange(
@@ -112,14 +116,14 @@ def test_its_masks_are_those_of_the_stand_in(which):
     out, back, (highest, total) = jax.vjp(theirs, q, k, v, has_aux=True)
     got, lse = XlaKernels(0.125).forward(q, k, v, keys)
     # In XLA it averages all values where nothing is read; the kernels and we give 0.
-    reads = jnp.isfinite(lse).swapaxes(1, 2)[..., None]
-    assert reads.all() == (which != "shared")
-    np.testing.assert_allclose(got, jnp.where(reads, out, 0), atol=1e-5)
+    has_keys = jnp.isfinite(lse).swapaxes(1, 2)[..., None]
+    assert has_keys.all() == (which != "shared")
+    np.testing.assert_allclose(got, jnp.where(has_keys, out, 0), atol=1e-5)
     theirs = jnp.where(jnp.isfinite(lse), highest + jnp.log(total), -jnp.inf)
     np.testing.assert_allclose(lse, theirs, atol=1e-5)
-    gradient = jnp.where(reads, gradient, 0)
+    gradient = jnp.where(has_keys, gradient, 0)
     found = XlaKernels(0.125).backward(
-        q, k, v, keys, got, jnp.where(reads[..., 0].swapaxes(1, 2), lse, 0), gradient
+        q, k, v, keys, got, jnp.where(has_keys[..., 0].swapaxes(1, 2), lse, 0), gradient
     )
     for one, other in zip(found, back(gradient), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4)

@@ -1,6 +1,5 @@
 """The HTTP server: who may ask, limits, disconnected clients, a full queue, faults, shutdown."""
 
-import contextlib
 import http.client
 import itertools
 import json

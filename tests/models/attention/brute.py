@@ -27,7 +27,7 @@ def random_rows(rng, num_rows, row_tokens, *, shares_prompts=True):
     """
     segment_ids = random_segments(rng, num_rows, row_tokens)
     positions = np.zeros_like(segment_ids)
-    reads = np.zeros((num_rows, row_tokens, row_tokens), bool)
+    attention_mask = np.zeros((num_rows, row_tokens, row_tokens), bool)
     for row, ids in enumerate(segment_ids):
         cuts = [0, *(np.flatnonzero(np.diff(ids)) + 1), row_tokens]
         shared = range(0)
@@ -41,11 +41,11 @@ def random_rows(rng, num_rows, row_tokens, *, shares_prompts=True):
                 shared = range(start, rng.integers(start, end))
             positions[row, start:end] = len(prefix) + np.arange(end - start)
             for token in range(start, end):
-                reads[row, token, [*prefix, *range(start, token + 1)]] = True
+                attention_mask[row, token, [*prefix, *range(start, token + 1)]] = True
             continues = start > 0 and positions[row, start] == positions[row, start - 1] + 1
             if start > 0 and not continues and rng.random() < 0.4:
                 segment_ids[row, start:end] = segment_ids[row, start - 1]
-    return segment_ids, positions, reads
+    return segment_ids, positions, attention_mask
 
 
 def random_inputs(rng, shape, num_kv_heads):
@@ -55,7 +55,7 @@ def random_inputs(rng, shape, num_kv_heads):
     return [rng.normal(size=size).astype(np.float32) for size in (shape, kv, kv, shape)]
 
 
-def brute_force(q, k, v, gradient, reads):
+def brute_force(q, k, v, gradient, attention_mask):
     """Return outputs and gradients of queries, keys and values in float64; 0 for padding.
 
     `reads[r, t]` are the tokens of its row that token t reads, none for padding. The gradient of
@@ -65,7 +65,7 @@ def brute_force(q, k, v, gradient, reads):
     groups, scale = q.shape[2] // k.shape[2], q.shape[3] ** -0.5
     out, dq, dk, dv = (np.zeros(x.shape) for x in (q, q, k, v))
     for row, head in np.ndindex(q.shape[0], q.shape[2]):
-        mask, kv = reads[row], head // groups
+        mask, kv = attention_mask[row], head // groups
         scores = np.where(mask, q[row, :, head] @ k[row, :, kv].T * scale, -np.inf)
         highest = np.where(mask.any(axis=1), scores.max(axis=1), 0.0)[:, None]
         weights = np.where(mask, np.exp(scores - highest), 0.0)
@@ -118,6 +118,6 @@ def assert_agrees(got, wanted, tolerance=2e-6):
     assert np.isfinite(out).all()
     assert np.isfinite(lse).all()
     np.testing.assert_allclose(out, wanted_out, atol=tolerance)
-    reads = np.isfinite(wanted_lse)
-    np.testing.assert_allclose(np.asarray(lse)[reads], wanted_lse[reads], atol=tolerance)
-    assert (np.asarray(lse)[~reads] < -1e30).all()
+    has_keys = np.isfinite(wanted_lse)
+    np.testing.assert_allclose(np.asarray(lse)[has_keys], wanted_lse[has_keys], atol=tolerance)
+    assert (np.asarray(lse)[~has_keys] < -1e30).all()

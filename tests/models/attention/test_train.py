@@ -10,7 +10,7 @@ import pytest
 from jaxrl.extras.kernels import attention_gpu as gpu
 from jaxrl.extras.kernels import attention_tpu as tpu
 from jaxrl.models.attention import reference
-from jaxrl.models.attention.kernels import find_reads
+from jaxrl.models.attention.kernels import compute_key_ranges
 from tests.models.attention.brute import brute_force, random_inputs, random_rows
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -27,8 +27,8 @@ def compile_gradient(attend_packed):
     """Return a function that computes outputs and gradients, compiled once per shape."""
 
     def run(q, k, v, gradient, *ids):
-        reads = find_reads(*ids)
-        out, back = jax.vjp(lambda q, k, v: attend_packed(q, k, v, reads), q, k, v)
+        key_ranges = compute_key_ranges(*ids)
+        out, back = jax.vjp(lambda q, k, v: attend_packed(q, k, v, key_ranges), q, k, v)
         return out, *back(gradient)
 
     return jax.jit(run)
@@ -46,14 +46,14 @@ def differentiate(attend_packed, dtype, q, k, v, gradient, segment_ids, position
 
 def check_kernel(name, shape, num_kv_heads, *, dtype="float32", seed=0, tolerance=2e-5):
     attend_packed, rng = KERNELS[name], np.random.default_rng(seed)
-    *ids, reads = random_rows(rng, *shape[:2], shares_prompts=name != "mosaic")
+    *ids, attention_mask = random_rows(rng, *shape[:2], shares_prompts=name != "mosaic")
     q, k, v, gradient = random_inputs(rng, shape, num_kv_heads)
     gradient *= (ids[0] > 0)[:, :, None, None]
     if dtype != "float32":  # both compute with the rounded values
         q, k, v, gradient = (
             np.asarray(jnp.asarray(x, dtype), np.float32) for x in (q, k, v, gradient)
         )
-    wanted = brute_force(q, k, v, gradient, reads)
+    wanted = brute_force(q, k, v, gradient, attention_mask)
     got = differentiate(attend_packed, dtype, q, k, v, gradient, *ids)
     for label, x, y in zip(("out", "dq", "dk", "dv"), got, wanted, strict=True):
         np.testing.assert_allclose(x, y, atol=tolerance, err_msg=label)
@@ -103,9 +103,9 @@ def test_blocks_that_no_query_reads_are_skipped():
     q, k, v, _ = random_inputs(np.random.default_rng(0), (1, 400, 2, 8), 1)
     v[:, :72] = np.inf
     ids = jnp.repeat(jnp.array([1, 2]), 200)[None], jnp.tile(jnp.arange(200), 2)[None]
-    reads = find_reads(*ids)
+    key_ranges = compute_key_ranges(*ids)
     for name in ("xla", "triton"):
-        out = jax.jit(KERNELS[name])(*map(jnp.asarray, (q, k, v)), reads)
+        out = jax.jit(KERNELS[name])(*map(jnp.asarray, (q, k, v)), key_ranges)
         assert np.isfinite(out[:, 328:]).all()
         assert not np.isfinite(out[:, 72:200]).any()
 
@@ -121,8 +121,8 @@ def test_queries_of_the_last_tokens_alone(name):
     gradient[:, :-num_queries] = 0
     wanted = differentiate(KERNELS["xla"], "float32", q, k, v, gradient, *ids)
 
-    def last(q, k, v, reads):
-        out = KERNELS[name](q[:, -num_queries:], k, v, reads)
+    def last(q, k, v, key_ranges):
+        out = KERNELS[name](q[:, -num_queries:], k, v, key_ranges)
         return jnp.pad(out, ((0, 0), (num_tokens - num_queries, 0), (0, 0), (0, 0)))
 
     got = differentiate(last, "float32", q, k, v, gradient, *ids)
