@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxrl.config.environments import expand_environments
 from jaxrl.config.schema import default_config, flatten
-from jaxrl.extras.view.reader import Evaluation, RunReader, as_dict, as_list
+from jaxrl.extras.view.reader import Evaluation, RunReader
 from jaxrl.logs.results import SUITE_LABELS, compute_weighted_reward, is_exact_match_only
 from jaxrl.training.settings import STAGES
 from jaxrl.utils.json_io import to_finite_float
@@ -87,7 +87,7 @@ def compute_progress(run: RunReader) -> list[dict[str, Any]]:
     """Compute the finished and planned steps of each stage; an evaluation is one step."""
     planned = {"sft": run.config.get("sft.num_steps"), "train": run.config.get("num_steps")}
     present = {record["stage"] for record in run.records}
-    configured = as_list(run.config.get("stages"))
+    configured = run.config.get("stages") or ()
     rows = []
     for stage in (name for name in STAGES if name in configured or name in present):
         records = [record for record in run.records if record["stage"] == stage]
@@ -133,9 +133,7 @@ def find_warnings(run: RunReader) -> list[tuple[bool, str]]:
     # Evaluations in which nothing was scored, and the first environment error.
     for evaluation in list_evaluations(run):
         for suite, by_data_set in evaluation.summary.items():
-            num_questions, num_unscored, _ = map(
-                as_dict(as_dict(by_data_set).get("all")).get, COUNTS
-            )
+            num_questions, num_unscored, _ = map(by_data_set["all"].get, COUNTS)
             if num_questions and num_questions == num_unscored:
                 step = format_step(run, evaluation.step)
                 text = f"{STAGE_LABELS[evaluation.stage]}, {step}, {suite}"
@@ -146,7 +144,7 @@ def find_warnings(run: RunReader) -> list[tuple[bool, str]]:
         warnings.append((True, f"an environment error: {error}"))
     # Config changes, after which the run is no longer a single experiment.
     for change in run.changes:
-        if accepted := as_list(change.get("accepted")):
+        if accepted := change.get("accepted"):
             keys = ", ".join(map(str, accepted))
             step = format_step(run, to_finite_float(change.get("step")) or 0)
             text = f"{keys} changed after {step}: not a single experiment"
@@ -184,20 +182,18 @@ def compute_scores(run: RunReader) -> list[dict[str, Any]]:
         for suite in (name for name in list_suites(run) if name in evaluation.summary):
             suite_weights = {
                 part: to_finite_float(weight) or 0.0
-                for part, weight in as_dict(evaluation.weights.get(suite)).items()
+                for part, weight in evaluation.weights.get(suite, {}).items()
             }
             weights |= suite_weights
-            for data_set, means in as_dict(evaluation.summary[suite]).items():
-                values = {name: to_finite_float(mean) for name, mean in as_dict(means).items()}
+            for data_set, means in evaluation.summary[suite].items():
+                values = {name: to_finite_float(mean) for name, mean in means.items()}
                 if not is_exact_match_only(suite_weights):
                     values = {"reward": compute_weighted_reward(values, suite_weights), **values}
                 for metric, value in values.items():
                     if value is None or metric in COUNTS:
                         continue
-                    interval: Any = evaluation.intervals
-                    for key in (suite, data_set, metric):
-                        interval = as_dict(interval).get(key)
-                    low, high = map(to_finite_float, [*as_list(interval), None, None][:2])
+                    intervals = evaluation.intervals.get(suite, {}).get(data_set, {})
+                    low, high = map(to_finite_float, intervals.get(metric, (None, None)))
                     point = (evaluation.weights_step, value, low, high, evaluation.stage)
                     points.setdefault((suite, data_set, metric), []).append(point)
 

@@ -209,9 +209,9 @@ class RunReader:
             LookupError: The file has changed and no longer contains this row.
             OSError, ValueError: The file is unreadable.
         """
-        return _get_answer_records(
-            _read_evaluation_json(evaluation.path, get_identity(evaluation.path)), suite
-        )[row]
+        content = _read_evaluation_json(evaluation.path, get_identity(evaluation.path))
+        answer: dict[str, Any] = content["questions"][suite][row]
+        return answer
 
 
 _EVALUATION = re.compile(rf"({'|'.join(STAGES)})_(\d{{1,9}})\.json")
@@ -221,17 +221,14 @@ def open_runs(workdirs: Iterable[Path]) -> list[RunReader]:
     """Open a reader with a unique name for each distinct workdir.
 
     Raises:
-        FileNotFoundError: A folder does not exist, or is not a run's workdir.
+        FileNotFoundError: A folder is not a run's workdir.
     """
     folders: dict[Path, Path] = {}
     for workdir in workdirs:
-        if not workdir.is_dir():
-            raise FileNotFoundError(
-                f"{workdir} is not a folder; expected a run's folder, given as --workdir."
-            )
         if not any((workdir / name).exists() for name in FILES):
             raise FileNotFoundError(
-                f"{workdir} is not a run: it has none of {', '.join(FILES)}. Pass a run's folder."
+                f"{workdir} is not a run: it has none of {', '.join(FILES)}. Pass the folder that "
+                "the run got as --workdir."
             )
         folders.setdefault(workdir.resolve(), workdir)
     names = [path.name for path in folders]
@@ -240,30 +237,14 @@ def open_runs(workdirs: Iterable[Path]) -> list[RunReader]:
     return [RunReader(folder, name) for folder, name in zip(folders.values(), names, strict=True)]
 
 
-def as_dict(value: Any) -> dict[str, Any]:
-    """Return the value if it is a dict, otherwise an empty dict."""
-    return value if isinstance(value, dict) else {}
-
-
-def as_list(value: Any) -> list[Any]:
-    """Return the value if it is a list, otherwise an empty list."""
-    return value if isinstance(value, list) else []
-
-
 def _read_launches(path: Path) -> list[dict[str, Any]]:
-    starts = as_list(parse_json(path.read_bytes(), path.name))
+    starts = parse_json(path.read_bytes(), path.name)
     return [start for start in starts if isinstance(start, dict)]
 
 
 def _read_changes(path: Path) -> list[dict[str, Any]]:
     lines, _ = read_history(path.parent)
     return [line for line in lines if line["changes"]]
-
-
-def _get_answer_records(content: dict[str, Any], suite: str) -> list[dict[str, Any]]:
-    """Return the answer records of a suite, skipping entries that are not objects."""
-    records = as_list(as_dict(content.get("questions")).get(suite))
-    return [record for record in records if isinstance(record, dict)]
 
 
 @lru_cache(maxsize=4)
@@ -282,12 +263,12 @@ def _read_evaluation(path: Path) -> Evaluation:
         stage=match[1],
         step=step,
         weights_step=weights_step if isinstance(weights_step, int) else step,
-        summary=as_dict(content.get("summary")),
-        intervals=as_dict(content.get("intervals")),
-        weights=as_dict(content.get("reward_weights")),
+        summary=content.get("summary", {}),
+        intervals=content.get("intervals", {}),
+        weights=content.get("reward_weights", {}),
         answers={
-            suite: [_make_answer_row(record) for record in _get_answer_records(content, suite)]
-            for suite in as_dict(content.get("questions"))
+            suite: list(map(_make_answer_row, records))
+            for suite, records in content.get("questions", {}).items()
         },
     )
 
@@ -298,7 +279,7 @@ def _make_answer_row(record: dict[str, Any]) -> dict[str, Any]:
         "task_id": str(record.get("task_id")),
         "sample": to_finite_float(record.get("sample_index")) or 0,
         "question": str(record.get("question") or record.get("task_id"))[:MAX_QUESTION],
-        "accepted": [str(answer)[:MAX_ANSWER] for answer in as_list(record.get("answers"))[:4]],
+        "accepted": [str(answer)[:MAX_ANSWER] for answer in record.get("answers", [])[:4]],
         "answer": str(record.get("final_answer") or "")[:MAX_ANSWER],
         "is_right": is_correct(record),
         "failure": classify_failure(record),

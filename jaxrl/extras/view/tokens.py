@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import codecs
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,31 +91,6 @@ class Tokens:
             return self.get_values("token_advantages")
         return [advantage if is_sampled else None for is_sampled in self.is_sampled]
 
-    def compute_ratios(self) -> Values:
-        """Compute `exp(new_logprobs - old_logprobs)`, with the exponent clipped to ±20."""
-        return self.map_values(
-            lambda new, old: math.exp(min(max(new - old, -20.0), 20.0)),
-            "new_logprobs",
-            "old_logprobs",
-        )
-
-    def compute_reference_log_ratios(self) -> Values:
-        """Compute the log-ratio to the reference in nats, after the update if recorded."""
-        name = "old_logprobs" if self.record.get("new_logprobs") is None else "new_logprobs"
-        return self.map_values(lambda value, reference: value - reference, name, "ref_logprobs")
-
-    def compute_logprob_diffs(self) -> Values:
-        """Compute `old_logprobs - rollout_logprobs` in nats; None without a sampler logprob.
-
-        Observations, which are trained on if `loss.mask_observations` is False, have no sampler
-        logprob.
-        """
-        return self.map_values(
-            lambda old, rollout: old - rollout if rollout else None,
-            "old_logprobs",
-            "rollout_logprobs",
-        )
-
 
 def compute_quantities(tokens: Tokens) -> list[dict[str, Any]]:
     """Compute all per-token quantities that the page shows.
@@ -122,25 +99,21 @@ def compute_quantities(tokens: Tokens) -> list[dict[str, Any]]:
         A dict per quantity: `name`, `label`, `unit`, `scale`, `values`. The scale is `amount` (from
         0), `signed` (around 0) or `ratio` (around 1). If `values` is None, `why` is the reason.
     """
-
-    def read_recorded(name: str) -> Callable[[], Values]:
-        return lambda: tokens.get_values(name)
-
+    get, combine = tokens.get_values, tokens.map_values
+    ratio = partial(combine, _compute_ratio, "new_logprobs", "old_logprobs")
+    # The comparison with the reference is after the update, if that was recorded.
+    latest = "old_logprobs" if tokens.record.get("new_logprobs") is None else "new_logprobs"
+    reference = partial(combine, operator.sub, latest, "ref_logprobs")
+    gap = partial(combine, _subtract_recorded, "old_logprobs", "rollout_logprobs")
     rows: list[tuple[str, str, str, str, Callable[[], Values]]] = [
         ("advantage", "advantage", "", "signed", tokens.get_advantages),
-        ("logprob", "logprob at sampling", "nats", "amount", read_recorded("rollout_logprobs")),
-        ("entropy", "entropy at sampling", "nats", "amount", read_recorded("rollout_entropies")),
-        ("ratio", "ratio after the update", "", "ratio", tokens.compute_ratios),
-        (
-            "reference",
-            "logprob minus reference",
-            "nats",
-            "signed",
-            tokens.compute_reference_log_ratios,
-        ),
-        ("gap", "trainer minus sampler", "nats", "signed", tokens.compute_logprob_diffs),
-        ("kl_weight", "weight of the KL term", "", "amount", read_recorded("kl_weights")),
-        ("weight", "weight in the loss", "", "amount", read_recorded("token_weights")),
+        ("logprob", "logprob at sampling", "nats", "amount", partial(get, "rollout_logprobs")),
+        ("entropy", "entropy at sampling", "nats", "amount", partial(get, "rollout_entropies")),
+        ("ratio", "ratio after the update", "", "ratio", ratio),
+        ("reference", "logprob minus reference", "nats", "signed", reference),
+        ("gap", "trainer minus sampler", "nats", "signed", gap),
+        ("kl_weight", "weight of the KL term", "", "amount", partial(get, "kl_weights")),
+        ("weight", "weight in the loss", "", "amount", partial(get, "token_weights")),
     ]
     result = []
     for name, label, unit, scale, compute in rows:
@@ -151,6 +124,15 @@ def compute_quantities(tokens: Tokens) -> list[dict[str, Any]]:
             row |= {"values": None, "why": str(error)}
         result.append(row)
     return result
+
+
+def _compute_ratio(new: float, old: float) -> float:
+    return math.exp(min(max(new - old, -20.0), 20.0))
+
+
+def _subtract_recorded(old: float, rollout: float) -> float | None:
+    """Subtract the sampler's logprob; None for an observation, which has none."""
+    return old - rollout if rollout else None
 
 
 def load_vocabulary(workdir: Path, config: Mapping[str, Any]) -> tuple[list[bytes], str]:
