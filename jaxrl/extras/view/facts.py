@@ -193,7 +193,7 @@ def compute_scores(run: RunReader) -> list[dict[str, Any]]:
                     if value is None or metric in COUNTS:
                         continue
                     intervals = evaluation.intervals.get(suite, {}).get(data_set, {})
-                    low, high = map(to_finite_float, intervals.get(metric, (None, None)))
+                    low, high = map(to_finite_float, intervals.get(metric) or (None, None))
                     point = (evaluation.weights_step, value, low, high, evaluation.stage)
                     points.setdefault((suite, data_set, metric), []).append(point)
 

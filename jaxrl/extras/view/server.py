@@ -8,7 +8,6 @@ Content-Security-Policy blocks all other scripts and requests.
 
 from __future__ import annotations
 
-import errno
 import json
 import sys
 import threading
@@ -140,9 +139,8 @@ class ViewServer(ThreadingHTTPServer):
         try:
             super().__init__(("127.0.0.1", port), Handler)
         except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            raise OSError(f"--port={port} is in use; choose a free port, or 0.") from error
+            reason = error.strerror
+            raise OSError(f"--port={port}: {reason}; choose a free port, or 0.") from error
         names = ("127.0.0.1", "localhost", "[::1]")
         self.hosts = [f"{name}:{self.server_port}" for name in names]
 

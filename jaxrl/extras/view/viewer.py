@@ -84,9 +84,8 @@ class Viewer:
     def get_answers(self, run_index: int, suite: int) -> list[dict[str, Any]]:
         """Return the held-out answers of a suite in the first and last evaluation.
 
-        Each item is a row of the last evaluation plus two keys: `before`, the same sample's row in
-        the first evaluation (None if there is none, or only one evaluation), and `addresses`, which
-        locate the complete records.
+        Each item is a row of the last evaluation with two more keys. `before` is the same sample's
+        row in the first evaluation, or None. `addresses` locate the complete records.
         """
         run = self.runs[run_index]
         name = facts.list_suites(run)[suite]
@@ -98,17 +97,16 @@ class Viewer:
         if not evaluations:
             return []
         (first, before), (last, after) = evaluations[0], evaluations[-1]
-        rows_before = (
-            {} if first == last else {_get_sample_key(row): i for i, row in enumerate(before)}
-        )
+        earlier = {}
+        if first != last:
+            earlier = {_get_sample_key(row): (i, row) for i, row in enumerate(before)}
         rows = []
         for i, row in enumerate(after):
             addresses = [f"answer/{run_index}/{last}/{suite}/{i}"]
-            earlier = rows_before.get(_get_sample_key(row))
-            if earlier is not None:
-                addresses.insert(0, f"answer/{run_index}/{first}/{suite}/{earlier}")
-            known = None if earlier is None else before[earlier]
-            rows.append(row | {"before": known, "addresses": addresses})
+            index_before, row_before = earlier.get(_get_sample_key(row), (None, None))
+            if row_before is not None:
+                addresses.insert(0, f"answer/{run_index}/{first}/{suite}/{index_before}")
+            rows.append(row | {"before": row_before, "addresses": addresses})
         return rows
 
     def get_answer(self, run_index: int, evaluation: int, suite: int, row: int) -> dict[str, Any]:
