@@ -33,8 +33,8 @@ SCORE_PATTERN = (
 """Number after `score:` at a line's end, such as `**Score (0-10): 7/10**` or `{"score": 7}`."""
 
 _MAX_QUOTED = 200  # characters of a reply to quote in an error message
-_MAX_CHARS = 4096  # trailing characters of a reply in which a custom pattern is searched
-_TIMEOUT_S = 1.0  # timeout of a custom pattern, whose backtracking may take hours
+_MAX_CHARS = 4096  # trailing characters of a reply in which the pattern is searched
+_TIMEOUT_S = 1.0  # timeout of the search: backtracking in a user's pattern may take hours
 
 
 def _declare_field(description: str, default: Any = None, **bounds: Any) -> Any:
@@ -62,8 +62,8 @@ class JudgeSettings:
     )
     system: str = _declare_field("System message; empty for none.", "")
     pattern: str = _declare_field(
-        "Regular expression with one group, around the number. The last match in the reply counts; "
-        "for a custom pattern, in its last 4,096 characters and within a second.",
+        "Regular expression with one group, around the number. The last match in the reply's last "
+        "4,096 characters counts. The search may take a second.",
         SCORE_PATTERN,
     )
     low: float = _declare_field("Number that means a score of 0. Lower numbers are errors.", 0.0)
@@ -175,19 +175,15 @@ def parse_score(reply: str, settings: JudgeSettings) -> float:
     Raises:
         ToolError: The reply has no number from `low` to `high`, or matching the pattern timed out.
     """
-    pattern = settings.pattern
-    if pattern == SCORE_PATTERN:  # takes linear time
-        matches = re.findall(pattern, reply)
-    else:
-        try:
-            matches = regex.findall(
-                pattern, reply[-_MAX_CHARS:], timeout=_TIMEOUT_S, concurrent=True
-            )
-        except TimeoutError:
-            raise ToolError(
-                f"the judge's pattern {pattern!r:.100} took more than {_TIMEOUT_S:g} s on the last "
-                f"{_MAX_CHARS:,} characters of a reply; avoid nested repetition in it"
-            ) from None
+    try:
+        matches = regex.findall(
+            settings.pattern, reply[-_MAX_CHARS:], timeout=_TIMEOUT_S, concurrent=True
+        )
+    except TimeoutError:
+        raise ToolError(
+            f"the judge's pattern {settings.pattern!r:.100} took more than {_TIMEOUT_S:g} s on the "
+            f"last {_MAX_CHARS:,} characters of a reply; avoid nested repetition in it"
+        ) from None
     try:
         number = float(matches[-1]) if matches else math.nan
     except ValueError:

@@ -49,9 +49,6 @@ FATAL_STATUSES = {
 }
 """Settings to check for HTTP statuses with which all requests fail."""
 
-MAX_TOKENS = 10**9
-"""Maximum plausible token count in a response."""
-
 Content = str | Sequence[str | Picture]
 """Content of a message: text, or a sequence of texts and images."""
 
@@ -251,18 +248,14 @@ def _count_tokens(response: Mapping[str, Any]) -> dict[str, int]:
     """Return the prompt and completion token counts from the endpoint; 0 if missing.
 
     Raises:
-        ToolError: A count is not an integer from 0 to `MAX_TOKENS`.
+        ToolError: The counts are malformed.
     """
-    usage = {} if response.get("usage") is None else response["usage"]
-    counts = {}
-    for name in ("prompt_tokens", "completion_tokens"):
-        count = usage.get(name) if isinstance(usage, dict) else -1
-        if count is not None and not (type(count) is int and 0 <= count <= MAX_TOKENS):
-            raise ToolError(
-                f"the response's usage is {usage!r:.100}; expected {name} from 0 to {MAX_TOKENS}"
-            )
-        counts[name] = count or 0
-    return counts
+    usage = response.get("usage") or {}
+    names = ("prompt_tokens", "completion_tokens")
+    try:
+        return {name: int(usage.get(name) or 0) for name in names}
+    except (AttributeError, TypeError, ValueError):
+        raise ToolError(f"the response's usage is {usage!r:.100}; expected token counts") from None
 
 
 class ChatRollout(BaseRollout):
