@@ -1,8 +1,7 @@
 """Search for accepted answers in a corpus, in one pass over its documents.
 
-Texts are normalized as for exact match (`jaxrl.envs.rewards.qa.normalize_answer`) and compared word
-by word. Dashes, brackets and the like separate words. In scripts without spaces, every letter is a
-word.
+Texts are normalized with `jaxrl.envs.rewards.qa.normalize_answer`, as for exact match, and compared
+word by word. Dashes and brackets separate words. In scripts without spaces, every letter is a word.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ def split_words(text: str) -> list[str]:
 def make_phrases(task: Task) -> set[Phrase]:
     """Return the accepted answers to search for in documents.
 
-    The set is empty if documents cannot show that the task is answerable: it has no accepted
-    answer, or one that is yes, no or noanswer, or one that consists of articles and punctuation.
+    The set is empty if documents cannot show that the task is answerable: the task has no accepted
+    answer, or an answer is yes, no or noanswer, or an answer has only articles and punctuation.
     """
     phrases = set()
     for answer in filter(str.strip, task.answers):
-        # Without the first word, `normalize_answer` could preserve articles and punctuation, which
-        # documents lose.
+        # The extra first word makes `normalize_answer` drop articles and punctuation, as it does
+        # inside a document.
         phrase = tuple(split_words(f"x {answer}")[1:])
         if not phrase or " ".join(phrase) in EXACT_ANSWERS:
             return set()
@@ -58,9 +57,10 @@ def make_phrases(task: Task) -> set[Phrase]:
 def find_phrases(phrases: Iterable[Phrase], documents: Iterable[Document]) -> set[Phrase]:
     """Return the phrases that occur in the title or text of at least one document.
 
-    Phrases that have not been found yet are indexed by first word and length. Each word of a
-    document costs one lookup, plus one for each length of the phrases that start with it. Memory is
-    proportional to the number of words in all phrases. The pass ends once all phrases are found.
+    An index maps the first word and the length to the phrases that no document has contained so
+    far. Each word of a document costs one lookup, and one more for each phrase length under that
+    word. Memory grows with the number of words in all phrases. The pass ends once all phrases are
+    found.
     """
     missing: dict[str, dict[int, set[Phrase]]] = {}
     for phrase in phrases:

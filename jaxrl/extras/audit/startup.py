@@ -30,7 +30,7 @@ NUM_SAMPLES = 200
 """Number of training tasks to check at the start of a run."""
 
 MAX_CORPUS_BYTES = 2**25
-"""Maximum size of a corpus that is checked at the start, which takes seconds."""
+"""Maximum size of a corpus that is checked at the start of a run. The check takes seconds."""
 
 RECORD_FILE = "unanswerable.json"
 """File in the workdir that lists the dropped tasks."""

@@ -141,10 +141,10 @@ def count_flags(
 def find_ranks(
     engine: DocumentSearch, tasks: Sequence[Task], phrases: Sequence[set[Phrase]]
 ) -> list[float | None]:
-    """Return, per question, the rank (from 0) of the first document with an accepted answer.
+    """Return the rank (from 0) of the first document with an accepted answer, for each question.
 
-    The rank is infinite if none of the first `max(DEPTHS)` documents has an answer, and None if
-    there is no answer to search for or the search failed.
+    The rank is infinite if none of the first `max(DEPTHS)` documents has an answer. It is None if
+    the task has no answer to search for, or if the search failed.
     """
     ranks: list[float | None] = []
     for start in range(0, len(tasks), _QUERY_BATCH):
@@ -168,7 +168,7 @@ def get_question(task: Task) -> str:
 
 
 def count_unrewarded_answers(env: Env, parts: Sequence[str], tasks: Sequence[Task]) -> Statistic:
-    """Count the accepted answers that a reward part does not reward.
+    """Count the accepted answers to which a reward part gives no reward.
 
     Each answer is scored as the only accepted answer of its task, verbatim and normalized, in each
     response form of `ANSWER_FORMS`.

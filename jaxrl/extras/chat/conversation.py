@@ -45,7 +45,7 @@ class Conversation:
         self._exchanges = []
 
     def ask(self, question: str, images: Sequence[str] = ()) -> tuple[Trajectory, int]:
-        """Run an episode for a question, preceded by as much of the recent history as fits.
+        """Run an episode for a question, after as many of the recent exchanges as fit.
 
         Args:
             question: User message.

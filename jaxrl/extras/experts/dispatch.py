@@ -2,8 +2,8 @@
 
 If experts are split over the `expert` mesh axis, the devices along that axis gather each other's
 tokens, apply their local experts, and reduce-scatter the results. The time depends on the number of
-tokens routed to a device's experts. Buffers are sized for the worst case, in which all tokens are
-routed to the experts of one device.
+tokens routed to a device's experts. Buffers have room for the worst case: all tokens are routed to
+the experts of one device.
 """
 
 from __future__ import annotations

@@ -61,7 +61,10 @@ def route(
 def has_valid_expert_ids(
     replayed_ids: Integer[Array, "M k"], num_experts: int
 ) -> Bool[Array, " M"]:
-    """Return True for tokens whose expert ids are valid; without recorded experts, they are not."""
+    """Return True for tokens whose expert ids are valid.
+
+    A token without recorded experts has invalid ids.
+    """
     return (replayed_ids < num_experts).all(axis=-1)
 
 

@@ -202,7 +202,7 @@ def _forward_kernel(
 
 
 KeyRanges = tuple[jax.Array, ...]
-"""The three arrays of `kernels.compute_key_ranges` for the tokens of a block."""
+"""The three rows of `kernels.compute_key_ranges`, for the tokens of a block."""
 
 
 def _load_key_ranges(ref: Any, block: Any = slice(None)) -> KeyRanges:
@@ -216,7 +216,11 @@ def _reshape_to_columns(key_ranges: KeyRanges) -> KeyRanges:
 def _find_key_blocks(
     key_ranges: KeyRanges, config: KernelConfig
 ) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-    """Return the number of key blocks a program reads, and a function that finds their indices."""
+    """Find the key blocks that a program reads.
+
+    Returns:
+        The number of blocks, and a function that maps a loop index to a block index.
+    """
     first = config.first // config.step + pl.program_id(0) * (config.block // config.step)
     shared, num_shared, segment = find_key_blocks(key_ranges, first, config.step)
     count = num_shared + first + config.block // config.step - segment

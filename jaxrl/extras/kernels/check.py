@@ -20,13 +20,13 @@ from jaxrl.runtime import distributed
 from jaxrl.runtime.preemption import Interrupted
 
 ERROR_FLOOR = {2: 0.005, 4: 0.001}
-"""Relative error that always passes, the rounding of bfloat16 and TF32, by itemsize."""
+"""Relative error that always passes, by itemsize: the rounding error of bfloat16 or TF32."""
 
 WORST_ERROR_FLOOR = 0.05
-"""Same as `ERROR_FLOOR`, for the worst vector."""
+"""Like `ERROR_FLOOR`, for the vector with the largest error."""
 
 PIECE_ERROR_FLOOR = {2: 0.009, 4: 0.002}
-"""Same as `ERROR_FLOOR`, for each piece.
+"""Like `ERROR_FLOOR`, for each piece of an array.
 
 With random inputs, the bfloat16 errors of these kernels were at most 0.41%; other valid orders of
 summation reached 0.46%.
@@ -43,7 +43,7 @@ segment's first tokens nearly cancel. With 8 pieces, errors in late keys are bar
 """
 
 MIN_RELATIVE_NORM = 0.01
-"""Minimum norm of a piece relative to the average, since some pieces are zero."""
+"""Minimum norm of a piece, relative to the average. Pieces below it are zero or close to zero."""
 
 SLOW_CHECK_S = 120.0
 """Seconds after which a running check logs a warning that it may hang."""
@@ -122,7 +122,7 @@ def _run_trial(
 
 
 def _check_kernel(trial: Trial, load: Callable[[], Callable[..., Any]]) -> tuple[bool, str]:
-    """Return whether a kernel agrees with XLA, and a description of its errors."""
+    """Compare a kernel with XLA; return True if they agree, and a description of the errors."""
     # Skip a kernel that does not compile or run; end the run if a kernel breaks the device.
     start = time.monotonic()
     try:
@@ -137,7 +137,7 @@ def _check_kernel(trial: Trial, load: Callable[[], Callable[..., Any]]) -> tuple
     itemsize = jnp.dtype(trial.dtype).itemsize
     with jax.default_matmul_precision("highest"):
         exact_results = _run_trial(trial, trial.reference, use_float32=True)
-    rounded = _run_trial(trial, trial.reference)  # has the rounding error of any valid kernel
+    rounded = _run_trial(trial, trial.reference)  # its rounding error is typical of valid kernels
     errors = []
     for name, actual, exact, baseline in zip(
         trial.names, results, exact_results, rounded, strict=True

@@ -8,7 +8,7 @@ from jaxtyping import Array, Int
 
 
 def find_last_readers(key_ranges: Int[Array, "R 3 T"]) -> Int[Array, "R T"]:
-    """Return, for each token, the exclusive end of the tokens that attend to it.
+    """Return the exclusive end of the tokens that attend to each token.
 
     A token's last reader is the last token of its segment or, for a shared prompt, of the last
     segment that shares it.

@@ -122,7 +122,8 @@ def make_paged_trial(
     ) -> Sequence[jax.Array]:  # fmt: skip
         out, lse = attend_pages(q, keys, values, tables, limits)
         # A mean of n random vectors has a norm of about n^-1/2, and n weights add up to about n.
-        # Scale both, or the queries with the fewest or most keys would hide errors of the rest.
+        # Scale both. Otherwise, the queries with the fewest or the most keys would hide the errors
+        # of others.
         count = jnp.maximum(limits, 1)[:, :, None]
         return out * jnp.sqrt(count)[..., None], (jnp.exp(lse) / count)[..., None]
 

@@ -62,7 +62,7 @@ UNSUPPORTED = (
     "kasa_config",
     "monteclora_config",
 )
-"""PEFT fields that change the computation unless their value is empty, false or `none`."""
+"""PEFT fields that change the computation, except with a value that is empty, false or `none`."""
 
 BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Prefixes of `init_lora_weights` values for which PEFT also changes the base weights."""
@@ -270,8 +270,8 @@ def make_peft_config(adapter: Adapter, source: str | Path) -> dict[str, Any]:
 def _find_target_modules(adapter: Adapter) -> list[str]:
     """Return the shortest module names for which PEFT selects exactly the targets.
 
-    PEFT selects every module whose name ends with a given name, including modules that jaxrl does
-    not adapt, such as those of a vision tower or of experts.
+    PEFT selects every module whose name ends with one of these names. The selection must not
+    include modules that jaxrl does not adapt, such as a vision tower or experts.
     """
     model = adapter.model
     targets = {layer: get_hf_module_name(model, layer) for layer in adapter.targets}

@@ -37,7 +37,7 @@ _CLOSE_S = 5.0
 
 _STDERR_BYTES = 2**16
 _STDERR_CHARS = 500
-"""Bytes to read from the end of stderr, and characters to show in an error message."""
+"""Maximum bytes to read from the end of stderr, and maximum characters to show in an error."""
 
 
 def check_servers(specs: Sequence[Any]) -> None:

@@ -20,7 +20,7 @@ from jaxrl.data.readers.base import (
 )
 
 HELD_BYTES = 2**25
-"""Maximum size of all cached row groups, in bytes. The latest is always cached."""
+"""Maximum size of all cached row groups, in bytes. The latest group is always cached."""
 
 
 def open_parquet(source: str, config_key: str, columns: Mapping[str, str] | None = None) -> Reader:

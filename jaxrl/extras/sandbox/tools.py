@@ -219,7 +219,7 @@ class BubblewrapTool(Tool):
         return MEMORY if message.startswith("MemoryError") else message or "SystemError"
 
     def _wait_or_kill(self, child: ChildProcess, deadline: float) -> str:
-        """Wait for the process to exit; kill it at time `deadline` or if it prints too much.
+        """Wait for the process; kill it at time `deadline`, or if it prints too much.
 
         Returns:
             "late" or "much" (too much output) if it was killed, else "".

@@ -30,7 +30,7 @@ METRICS = {
 MIN_LOOP_TOKENS = 32
 """Minimum number of sampled tokens in a repetitive response."""
 
-_NGRAM_SIZE = 4  # n of the n-grams
+_NGRAM_SIZE = 4  # tokens in an n-gram
 _NUM_CHECKED_TOKENS = 128  # number of last sampled tokens to check for repetition
 _MIN_DISTINCT = 0.4  # fraction of distinct n-grams below which a response is repetitive
 
@@ -63,7 +63,7 @@ def compute_step_stats(
         alike: Fraction whose response is identical to another sample's in the group.
         signal: Fraction of groups with a nonzero advantage.
         searching, searches: Fraction that called a tool, and mean number of calls.
-        found: Fraction with an accepted answer in the results, among trajectories with a call.
+        found: Fraction of the trajectories with a call whose results contain an accepted answer.
         prompts: Number of groups whose samples have different prompts.
         uneven: Maximum over groups of |sum of advantages| / max |advantage|.
         yes: Fraction of scores equal to 1, by judge.
@@ -174,11 +174,11 @@ def compute_judge_approval_rates(trajectories: Sequence[Trajectory]) -> dict[str
 def find_duplicate_pairs(groups: Sequence[Group]) -> dict[str, float]:
     """Find pairs of sample indices with identical responses in every group of the step.
 
-    Samples i and j of a group have different random keys, so j repeats i with a probability equal
-    to the likelihood of the response.
+    Samples i and j of a group have different random keys. The probability that j repeats i is the
+    likelihood of the response.
 
     Returns:
-        Sum of the log-likelihoods of these responses over groups, in nats, keyed by `i-j`.
+        Log-likelihood of the repeated responses, summed over groups, in nats, keyed by `i-j`.
     """
     group_pairs: list[dict[str, float]] = []
     for group in groups:

@@ -68,11 +68,12 @@ def detect_signs(
             (log-likelihoods of identical samples, summed over steps).
         method: Training method.
         step: Step number within the stage, from 1.
-        reward_fall: Drop of the mean reward from its best, as a fraction of the reward range.
+        reward_fall: Drop from the best mean reward that raises a sign, as a fraction of the reward
+            range.
         share: Fraction of malformed, truncated, ... responses that raises a sign.
         gap: Mean gap between sampler and trainer that always raises a sign, in nats per token.
     """
-    # Pairs that are identical by chance soon differ, which removes them from the sums.
+    # Pairs that are identical by chance soon differ, and then leave the sums.
     now = compute_step_stats(record, groups, method)
     past: list[StepStats] = list(state.get("steps", []))
     best = dict(state.get("best", {}))
@@ -280,7 +281,7 @@ def detect_gradient_explosion(history: History) -> RuleResult:
 
 
 def detect_large_update(history: History) -> RuleResult:
-    """Detect a batch of updates that moved the policy too far."""
+    """Detect a step whose updates moved the policy too far."""
     now, prior = history.now["moved"], [abs(x) for x in history.get_recent_values("moved", 20)]
     if now is None or len(prior) < MIN_PRIOR or abs(now) < 0.1 or abs(now) < 10 * median(prior):
         return None

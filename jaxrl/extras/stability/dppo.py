@@ -35,9 +35,9 @@ def dppo_policy_loss(
         tv   |p - q|
         kl   q log(q / p) + (1 - q) log((1 - q) / (1 - p))
 
-    A token beyond the bound has a gradient only if the gradient reduces the divergence. All tokens
-    with a gradient have the constant weight `min(p / q, cap)`. As in CISPO, only the gradient of
-    the loss is meaningful.
+    A token beyond the bound keeps its gradient only if the gradient reduces the divergence. All
+    tokens with a gradient have the constant weight `min(p / q, cap)`. As in CISPO, only the
+    gradient of the loss is meaningful.
 
     Args:
         logprobs: Log-probabilities in nats under the parameters being trained.

@@ -36,10 +36,10 @@ class WorkerLostError(RuntimeError):
 class MathVerify(AnswerPart):
     """Reward part `math_verify`: 1 if the final answer equals an accepted answer, else 0.
 
-    An abstention scores 0. So does an answer that exceeds the time or memory limit or crashes the
-    worker; the metric `undecided` counts these. If they were environment errors, a policy could
-    avoid a low reward with an answer that hangs. A worker that cannot start or does not respond is
-    an environment error.
+    An abstention scores 0. An answer that exceeds the time or memory limit, or crashes the worker,
+    also scores 0; the metric `undecided` counts such answers. If they were environment errors, a
+    policy could avoid a low reward with an answer that hangs. A worker that cannot start or does
+    not respond is an environment error.
     """
 
     def __init__(self, *, deadline_s: float, memory_mib: int, workers: int) -> None:

@@ -18,7 +18,8 @@ TABLES_TAG = "mlflow.loggedArtifacts"
 """Tag that lists the artifacts that MLflow shows as tables."""
 
 MAX_TABLES = 100
-"""Number of tables in that tag, the newest ones. MLflow limits its length to 8,000 characters."""
+"""Maximum number of tables in `TABLES_TAG`, which lists the newest tables. MLflow limits a tag to
+8,000 characters."""
 
 MAX_PARAMS, MAX_METRICS = 100, 1000
 """MLflow's limits on parameters and metrics in one request."""
@@ -28,8 +29,8 @@ class MLflow:
     """MLflow run in the store that `MLFLOW_TRACKING_URI` names.
 
     The step in charts is the record's index, and `step` is one of the metrics. Tables are files of
-    the run, in the format of `mlflow.log_table`. That function itself would rewrite all earlier
-    rows at every step, or list every file in a tag of limited length.
+    the run, in the format of `mlflow.log_table`. Calling `mlflow.log_table` would rewrite all
+    earlier rows at every step, or list every file in a tag of limited length.
     """
 
     package = "mlflow"

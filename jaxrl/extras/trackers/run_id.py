@@ -10,7 +10,7 @@ from jaxrl.utils.files import atomic_write
 
 
 def read_or_create(workdir: Path, tracker: str, create: Callable[[], str]) -> str:
-    """Return the identifier in `<tracker>/run_id` of the workdir; if there is none, create it."""
+    """Return the identifier in the workdir's file `<tracker>/run_id`, or create the file."""
     file = workdir / tracker / "run_id"
     if not file.exists():
         run_id = create()

@@ -29,7 +29,7 @@ class Trackio:
         self._run = trackio.init(
             project=project, name=name, resume="allow", config=dict(config), embed=False
         )
-        self._num_logged = self._run._next_step  # there is no public attribute
+        self._num_logged = self._run._next_step  # Trackio has no public attribute for it
 
     def write(self, index: int, record: Record, tables: Mapping[str, Table]) -> None:
         """Log a record and its tables, unless Trackio already has them."""

@@ -192,9 +192,9 @@ def get_identity(path: Path) -> Identity | None:
 def parse_leading_fields(line: bytes) -> tuple[dict[str, Any], int | None, int | None]:
     """Parse a line up to the lists of numbers, which make up the rest of the line.
 
-    The elements of the lists are counted, not parsed, so damage in the lists is noticed only when
-    the trajectory is opened. The key that ends this part cannot occur inside a string, where quotes
-    are escaped.
+    The elements of the lists are counted, not parsed. Damage in the lists is therefore noticed only
+    when the trajectory is opened. The key of the first list cannot occur inside a string, where
+    quotes are escaped.
 
     Returns:
         The fields before the lists ({} for a damaged line), the number of tokens and the number of

@@ -152,8 +152,8 @@ class WebSearch(DocumentSearch):
 def _extract_serper_results(response: Mapping[str, Any]) -> list[Any]:
     """Extract the results of Serper's Google API, `POST https://google.serper.dev/search` (2025).
 
-    A response without `organic` is an error if it has a `message`; otherwise it has no results.
-    Google's answer box, if present, is the first result.
+    A response without `organic` is an error if it has a `message`; otherwise, the query has no
+    results. Google's answer box, if present, is the first result.
     """
     is_empty = response.get("organic") is None and "message" not in response
     results = [] if is_empty else _get_result_list(response, "organic")

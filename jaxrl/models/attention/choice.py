@@ -53,7 +53,7 @@ TRIALS_MODULE = "jaxrl.extras.kernels.trials"
 """Module with the kernels' self-tests."""
 
 MAX_HEAD_DIM = 256
-"""Maximum head size of these kernels: blocks of larger heads do not fit in on-chip memory."""
+"""Maximum head size of these kernels. Blocks of larger heads do not fit in on-chip memory."""
 
 
 def select_kernels(
@@ -145,10 +145,10 @@ def copies_pages(name: str, platform: str) -> bool:
 def prefill_block_tokens(platform: str, num_heads: int, num_kv_heads: int) -> int:
     """Return the number of tokens of one row in a prefill block.
 
-    Each block reads its past from the cache, so smaller blocks are bound by these reads; larger
-    blocks compute more padding. A TPU v6e performs 460 operations per byte read and an H200 180, so
-    a TPU needs larger blocks if there are few query heads per KV head. With more than 16 heads,
-    such blocks and the pages would not fit in a v4's on-chip memory.
+    Each block reads its past from the cache. Smaller blocks are bound by the memory bandwidth, and
+    larger blocks compute more padding. A TPU v6e performs 460 operations per byte read and an H200
+    180, so a TPU needs larger blocks if there are few query heads per KV head. With more than 16
+    heads, such blocks and the pages would not fit in a v4's on-chip memory.
 
     Args:
         platform: JAX platform of the devices.

@@ -46,10 +46,10 @@ class AttentionKernels:
     def make_attend(
         self, segment_ids: Int[Array, "R T"], positions: Int[Array, "R T"], num_pieces: int = 1
     ) -> Attend:
-        """Return the attention function for packed rows. See `compute_key_ranges` for the ids.
+        """Return the attention function for packed rows.
 
-        Each row is split into `num_pieces`. A device holds the first pieces of all its rows, then
-        the second pieces, and so on.
+        For the ids and positions, see `compute_key_ranges`. Each row is split into `num_pieces`. A
+        device holds the first pieces of all its rows, then the second pieces, and so on.
         """
         key_ranges = compute_key_ranges(segment_ids, positions)
         R, T = segment_ids.shape

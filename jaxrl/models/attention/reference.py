@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS, AttentionKernels
 
 MASK_VALUE = float(jnp.finfo(jnp.float32).min) / 2
-"""Finite substitute for minus infinity in scores and logits: its exponential is 0."""
+"""Finite substitute for minus infinity in scores and logits. Its exponential is 0."""
 
 MAX_BLOCK = 96
 """Maximum number of tokens in a block of queries or keys of `attend_packed`."""
@@ -83,7 +83,7 @@ def pad_to_blocks(
 
 
 def pad_key_ranges(key_ranges: Int[Array, "R 3 T"], length: int) -> Int[Array, "R 3 length"]:
-    """Pad `key_ranges` to `length` tokens per row."""
+    """Append padding to `key_ranges`, up to `length` tokens per row."""
     R, _, T = key_ranges.shape
     padding_ranges = jnp.stack([jnp.arange(T, length), *[jnp.full(length - T, n) for n in (T, 0)]])
     padding = jnp.broadcast_to(padding_ranges.astype(key_ranges.dtype), (R, *padding_ranges.shape))
@@ -131,7 +131,7 @@ def attention_mask(key_ranges: Iterable[jax.Array], keys: jax.Array) -> jax.Arra
 
 
 # Below, the first axis is over blocks of B tokens, with G query heads per KV head: queries and
-# outputs `[blocks, R, K, G * B, H]`, keys and values `[blocks, R, K, B, H]`, and reads
+# outputs `[blocks, R, K, G * B, H]`, keys and values `[blocks, R, K, B, H]`, and key ranges
 # `[blocks, 3, R, B]`. Blocks of keys may precede the first block of queries.
 
 _product = partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -194,7 +194,11 @@ def _forward_block(
 def _find_blocks_before(
     index: jax.Array, key_ranges: jax.Array
 ) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-    """Return the number of earlier key blocks a query block reads, and a map to their indices."""
+    """Find the earlier key blocks that a query block reads.
+
+    Returns:
+        The number of blocks, and a function that maps a loop index to a block index.
+    """
     shared, num_shared, local = find_key_blocks(key_ranges, index, key_ranges.shape[2])
     count = num_shared + index - local
     return count, lambda i: jnp.where(i < num_shared, shared + i, local - num_shared + i)
@@ -273,7 +277,7 @@ _attend.defvjp(_forward, _backward)
 
 
 EMPTY_LSE = MASK_VALUE / 2
-"""Log-sum-exp of an empty set: below any score, so that an empty part contributes nothing."""
+"""Log-sum-exp of an empty set. It is below any score, so that an empty part contributes nothing."""
 
 STEP_TOKENS = 64
 """Number of tokens that `attend_pages` processes per loop iteration."""
@@ -363,8 +367,8 @@ def gather_past(
 
     On a CPU, a step takes 1.1 ms over contiguous arrays and 2.5 ms over pages, for 4 layers and 32
     rows of 128 tokens. The past is therefore copied once per chunk, with keys transposed, into
-    pieces that each double the length. A piece's sums do not depend on the total length, so neither
-    does a row's result, bit for bit.
+    pieces that each double the length. The sums over a piece do not depend on the total length. A
+    row's result therefore does not depend on it either, bit for bit.
     """
     B, M = tables.shape
     K, page, H = keys.shape[1:]
