@@ -35,8 +35,8 @@ class MemoryTerms:
         saved_activations: Values saved for the backward pass, by `model.remat` mode except `full`
             and `offload`. Excludes the layer's input and the attention scores.
         prefill_activations: Peak during prefill of prompts and observations.
-        reused_activations: Part of the experts' `activations` that reuses the memory of other
-            arrays on an accelerator.
+        reused_activations: Part of the experts' `activations` that, on an accelerator, reuses the
+            memory of other arrays.
     """
 
     activations: int
@@ -47,7 +47,7 @@ class MemoryTerms:
 
 @dataclass(frozen=True, kw_only=True)
 class FusedTensor:
-    """HF tensor that stacks matrices listed separately in `hf_names`.
+    """HF tensor that stacks several matrices, each with its own name in `hf_names`.
 
     Attributes:
         shape: Shape of the fused tensor: matrices, rows, columns.
@@ -95,7 +95,7 @@ class Architecture(ABC):
     def program_key(self) -> Hashable:
         """Return a cache key: architectures with equal keys share compiled programs.
 
-        None disables sharing: a user's class may have been edited and reloaded.
+        None disables sharing, because a user's class may have been edited and reloaded.
         """
         return None if is_user_code(type(self)) else self
 
@@ -253,11 +253,11 @@ class Architecture(ABC):
         return {canonical: prefix for prefix, canonical in self.hf_prefix_map().items()}
 
     def hf_tied_names(self) -> dict[str, str]:
-        """Return HF tensors that are redundant in some folders, mapped to their originals."""
+        """Map redundant HF tensors, which some folders contain, to their originals."""
         return {}
 
     def hf_fused_tensors(self) -> dict[str, FusedTensor]:
-        """Return HF tensors that, in some folders, replace several tensors of `hf_names`."""
+        """Return the HF tensors that replace several tensors of `hf_names` in some folders."""
         return {}
 
     @abstractmethod
@@ -320,16 +320,17 @@ class Architecture(ABC):
             weights: Result of `weights_for_decoding`.
             token_ids: Token ids.
             positions: Position of each token in its sequence.
-            layer_scan: Loop over `blocks`. It passes each layer a causal `attend`, or `recur` if it
-                has the module `recurrent_module`; the layer must call it exactly once.
+            layer_scan: Loop over `blocks`. A layer with the module `recurrent_module` receives
+                `recur`; every other layer receives a causal `attend`. The layer must call this
+                function exactly once.
         """
 
     @abstractmethod
     def memory_terms(self, tensor: int) -> MemoryTerms:
-        """Return the memory of one layer, excluding experts, split over `tensor` devices."""
+        """Return the memory of one layer without experts, if `tensor` devices split the layer."""
 
     def expert_terms(self, tensor: int, expert: int) -> MemoryTerms:
-        """Return the memory of one layer's experts, split over `expert` and `tensor` devices."""
+        """Return the memory of one layer's experts, if `expert` * `tensor` devices split them."""
         raise NotImplementedError
 
     @property

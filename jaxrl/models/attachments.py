@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     from jaxrl.models.architecture import MemoryTerms
 
 POSITIONS, UNITS = "positions", "units"
-"""Per-token arrays of a model with a tower: the token's position on each axis, and the index of its
-unit among the units of all attachments on its shard (-1 for text)."""
+"""Per-token arrays of a model with a tower.
+
+`POSITIONS` is the token's position on each axis. `UNITS` is the index of the token's unit among all
+units on the shard, or -1 for text.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,8 +2,8 @@
 
 An architecture declares its per-token arrays. Arrays in `Architecture.recorded_specs` are outputs:
 the sampler stores them, trajectories carry them, packing aligns them with the token ids, and
-training reads them. Only the architecture interprets their values. Arrays in `Tower.input_arrays`
-are inputs, which the engine and packing compute from text and its attachments.
+training reads them. Only the architecture interprets the values of recorded arrays. Arrays in
+`Tower.input_arrays` are inputs, which the engine and packing compute from text and its attachments.
 """
 
 from __future__ import annotations

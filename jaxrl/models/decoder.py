@@ -77,7 +77,7 @@ def _get_rope_fields(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_supported(fields: dict[str, Any], source: str) -> None:
-    """Raise a ValueError if the fields use a feature that no parity test covers."""
+    """Raise a ValueError if a field requires a feature that no parity test covers."""
     rope = _get_rope_fields(fields)
     activation = canonicalize_activation(fields.get("hidden_act", "silu"))
     unsupported = {
@@ -361,7 +361,7 @@ def _project_backward(
     gradient = gradient.astype(table.dtype)
     product = partial(jnp.einsum, preferred_element_type=jnp.float32, precision=precision)
     dhidden = product(f"...v,{axes}->...d", gradient, table).astype(hidden.dtype)
-    # Keep the table's axis order: the CPU compiler cannot transpose this matmul's result.
+    # Keep the table's axis order, because the CPU compiler cannot transpose this matmul's result.
     order = "...v,...d->vd" if axes == "vd" else "...d,...v->dv"
     operands = (gradient, hidden) if axes == "vd" else (hidden, gradient)
     return dhidden, None, product(order, *operands)
@@ -401,8 +401,7 @@ def linear_axes(inputs: str, outputs: str, has_bias: bool = False) -> dict[str, 
 
 
 Carry = tuple[tuple[jax.Array, Any], jax.Array | None]
-"""Carry of the loop over layers: hidden states with a family's extra state, and the layer index if
-it is needed."""
+"""Carry of the loop over layers: hidden states, a family's extra state, layer index or None."""
 
 
 def init_layer_index(features: jax.Array | None) -> jax.Array | None:

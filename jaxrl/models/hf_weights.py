@@ -119,7 +119,7 @@ class _MatrixSlice:
 
 @runtime_checkable
 class HasWeights(Protocol):
-    """Part of the `Architecture` interface used for loading."""
+    """Part of the `Architecture` interface that loading uses."""
 
     def hf_names(self) -> dict[str, str]:
         """Return the HF tensor name of each parameter path."""
@@ -210,8 +210,8 @@ def load_tensors(
     Args:
         config: Model that the tensors belong to.
         stored: Validated tensors by the names in `config.hf_names()`, or a function that opens
-            them. With a function, nothing is read yet: each returned parameter is a function that
-            opens the tensors and loads the parameter. safetensors keeps everything it has read from
+            them. With a function, nothing is loaded yet: each returned value is a function that
+            opens the tensors and loads one parameter. safetensors keeps everything it has read from
             a file in memory until the file is closed.
         shardings: Sharding of each parameter, by path (keys joined by `/`).
         dtype: Dtype of the parameters.

@@ -2,8 +2,8 @@
 
 A kernel may fail or return wrong results on a different chip or with a different compiler release.
 Each operation has a list of candidate kernels, with XLA last, and a trial: small random arrays with
-the run's heads, pages and dtype. The run uses the first candidate that passes. Kernels and the
-comparison with XLA are extras.
+the run's heads, pages and dtype. The run uses the first candidate that passes. The kernels and
+their comparison with XLA are extras.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KERNELS_EXTRA = "jaxrl.extras.kernels"
 """Extra whose `check.select_kernel` compares kernels with XLA."""
 
 HALF_PRECISION_ONLY = ("mosaic_gpu",)
-"""Names of kernels for 16-bit floats only: Hopper GPUs would round wider floats."""
+"""Names of kernels that support only 16-bit floats: Hopper GPUs would round wider floats."""
 
 
 @dataclass(kw_only=True)

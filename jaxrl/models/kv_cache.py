@@ -21,7 +21,7 @@ Pages = tuple[jax.Array, jax.Array]
 """Keys and values of n layers, `[P, n * K, page, H]`."""
 
 Cache = tuple[Pages, ...]
-"""Pages of each attention layer (n = 1), or of all of them for a compiled loop over layers."""
+"""Pages of each attention layer (n = 1), or one `Pages` for all layers if a loop is compiled."""
 
 
 def allocate(

@@ -17,11 +17,13 @@ from jaxrl.models.recurrence import Advance, Recur
 from jaxrl.types import Params
 
 Layer = Callable[[Any, Params], Any]
-"""Function from activations, or a tree that contains them, and one layer's parameters to the next
-activations."""
+"""Function that computes the next activations.
+
+Its arguments are the activations, or a tree that contains them, and one layer's parameters.
+"""
 
 Stacks = Mapping[str, Sequence[int]]
-"""Entries of `blocks` that only some layers have, with the sorted indices of those layers."""
+"""Modules of `blocks` that only some layers have, with the sorted indices of these layers."""
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """Function from queries `[M, N, H]`, keys and values `[M, K, H]` to outputs `[M, N, H]`."""
@@ -54,7 +56,7 @@ HOST_MEMORY = "pinned_host"
 LAYER_INPUT = "layer_input"
 
 OFFLOADED_NAMES = (LAYER_INPUT, "attended", "lse")
-"""Values that `offload` saves; in a long context, attention is the costliest to recompute."""
+"""Values that `offload` saves. In a long context, recomputing attention costs the most."""
 
 _POLICIES = jax.checkpoint_policies
 
@@ -105,7 +107,7 @@ class LayerScan:
             layer: Function that computes one layer.
             x: Activations before the layers, or a tree that contains them.
             blocks: Parameters, each with a leading layer axis.
-            stacks: Entries that only some layers have; their leading axis covers only these layers.
+            stacks: Modules that only some layers have. Their leading axis covers only these layers.
         """
         layer = self._with_remat(layer)
         for run in _slice_runs(_find_runs(blocks, stacks), blocks) if stacks else [blocks]:
@@ -242,11 +244,11 @@ def prepare_sampler_weights(weights: Params, *, scan: bool, stacks: Stacks | Non
 
 
 LayerRun = tuple[tuple[str, int, int], ...]
-"""Consecutive layers with the same entries: name, first index and end index in each stack."""
+"""Run of layers with the same modules: name, and first and end index in the module's stack."""
 
 
 def select_layer_entries(layer: int, names: Sequence[str], stacks: Stacks) -> tuple[str, ...]:
-    """Filter `names` to the entries of `blocks` that a layer has."""
+    """Return those of `names` that are modules of the given layer."""
     return tuple(name for name in names if name not in stacks or layer in stacks[name])
 
 

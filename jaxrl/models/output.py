@@ -21,7 +21,10 @@ from jax.sharding import PartitionSpec as P
 from jaxrl.runtime.sharding import piece_sharding
 
 LOGIT_CAPACITIES = (1, 2, 3, 4)
-"""Capacities for selected tokens, in quarters of all; each capacity used compiles a program."""
+"""Capacities for selected tokens, in quarters of all tokens.
+
+Each capacity that a run uses compiles a program.
+"""
 
 Unembed = Callable[[Any, jax.Array], jax.Array]
 """Function from output weights and hidden states `[..., D]` to float32 logits `[..., V]`."""
@@ -103,7 +106,10 @@ def split_evenly(num_tokens: int, max_tokens: int) -> tuple[int, int]:
 
 
 def choose_block_tokens(platform: str, num_ids: int) -> int:
-    """Return the tokens per block, whose logits take 2 MB on a CPU, which stores intermediates."""
+    """Return the tokens per block.
+
+    On a CPU, which stores intermediates, a block's logits take 2 MB.
+    """
     return max(2**19 // num_ids, 1) if platform == "cpu" else sys.maxsize
 
 
@@ -116,7 +122,10 @@ class _TokenStats(NamedTuple):
 
 
 def _compute_stats(logits: jax.Array, targets: jax.Array) -> _TokenStats:
-    """Compute statistics of logits `[..., V]`; masked ids have a very low logit and count as 0."""
+    """Compute statistics of logits `[..., V]`.
+
+    Masked ids have a very low logit, and thus probability 0.
+    """
     highest = logits.max(axis=-1, keepdims=True)
     centered = logits - highest
     weights = jnp.exp(centered)

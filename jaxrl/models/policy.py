@@ -115,9 +115,10 @@ class Model:
 
     @property
     def shards_with_prompts(self) -> int:
-        """Return the number of row shards if sequences in a row can share their prompt, else 0.
+        """Return the number of row shards if the sequences of a row can share a prompt, else 0.
 
-        Recurrent layers would need the state after the prompt once for each of its samples.
+        With recurrent layers, every sample of a prompt would need its own copy of the state after
+        the prompt.
         """
         shares = self.attention.shares_prompts and not self.architecture.num_recurrent_layers
         return num_batch_shards(self.mesh) if shares else 0
@@ -182,7 +183,7 @@ class Model:
         hidden = self._hidden_states(params, batch, aux or self.make_aux(batch, counts=False))
         (b, T), shards = batch.token_ids.shape, num_pieces(self.mesh)
         has_past = (batch.positions > 0) & (batch.segment_ids > 0)
-        # Hidden states do not move; targets and masks shift to the previous token.
+        # Hidden states stay in place; targets and masks shift to the previous token.
         is_selected, targets = (
             split_into_pieces(self.mesh, jnp.pad(x[:, 1:], ((0, 0), (0, 1))))
             for x in (batch.loss_mask & has_past, batch.token_ids)

@@ -25,10 +25,10 @@ Advance = Callable[
 ]
 """Function that advances b sequences by a chunk of C tokens.
 
-Its arguments are the states before the chunk; the inputs, a tree of `[b, C, ...]`; for each token,
-the index in the chunk of the first token of its context, or -1 if the context began earlier; and
-the number of tokens that count, which come first. It returns outputs `[b, C, ...]`, arbitrary for
-the other tokens, and the states after the tokens that count.
+It has four arguments: the states before the chunk; the inputs, a tree of `[b, C, ...]`; the index
+in the chunk at which each token's context begins (-1 if it began earlier); and the number n of
+valid tokens, which come first. It returns outputs `[b, C, ...]`, whose values after the first n are
+arbitrary, and the states after n tokens.
 """
 
 CHUNK_TOKENS = 64

@@ -112,4 +112,7 @@ ARCHITECTURES = {
     "qwen3_5_text": "jaxrl.extras.delta_net.qwen3_5.Qwen35Config",
     "qwen3_moe": "jaxrl.extras.experts.qwen_moe.QwenMoeConfig",
 }
-"""Dotted path of the class for each `model_type` in `config.json`; imported when needed."""
+"""Dotted path of the class for each `model_type` in `config.json`.
+
+Classes are imported when needed.
+"""

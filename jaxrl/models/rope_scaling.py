@@ -1,7 +1,7 @@
 """RoPE scaling, for contexts longer than those in pretraining.
 
-Each class replicates the computation in transformers for its `rope_type`, in float32 and with the
-same order of operations, so that angles at distant positions agree.
+Each class computes the frequencies of its `rope_type` as transformers does, in float32 and in the
+same order of operations. Angles at distant positions therefore agree.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def grpo(
     DeepSeekMath section 4.1 (https://arxiv.org/abs/2402.03300). Without the division, this is Dr.
     GRPO (https://arxiv.org/abs/2503.20783). A group with equal rewards gets exact zeros; otherwise,
     a rounding error in the mean divided by a small `epsilon` would become an advantage. A group of
-    size 1 also gets zero; other implementations keep its raw reward.
+    size 1 also gets zero, while other implementations keep the raw reward.
 
     Args:
         rewards: One reward per trajectory.
@@ -222,8 +222,8 @@ def subset_advantages(
     Args:
         is_correct: See `pass_at_k`.
         group_ids: See `grpo`.
-        subsets: Row i holds k distinct trajectory indices from the group of trajectory i. Ignored
-            if that group is smaller than k.
+        subsets: Row i holds k distinct trajectory indices from the group of trajectory i. The row
+            is ignored if the group is smaller than k.
     """
     same = _make_group_mask(group_ids)
     count = same.sum(axis=1)

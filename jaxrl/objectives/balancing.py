@@ -10,9 +10,9 @@ def karmarkar_karp(sizes: Sequence[int], num_parts: int, *, equal_size: bool) ->
     """Split items into parts with nearly equal total sizes.
 
     Karmarkar and Karp, "The differencing method of set partitioning" (1982). Each partial solution
-    has `num_parts` bundles. Each step joins the two solutions with the largest spread (the heaviest
-    bundle of one with the lightest of the other, and so on), until one solution remains. The result
-    is deterministic and close to optimal.
+    has `num_parts` bundles. Each step joins the two solutions with the largest spreads, until one
+    solution remains. Joining pairs the heaviest bundle of the first solution with the lightest
+    bundle of the second, and so on. The result is deterministic and close to optimal.
 
     Args:
         sizes: Size of each item, 0 or more, such as the number of tokens of a sequence.

@@ -84,8 +84,8 @@ def kl_weights(
 ) -> Float[Array, "R T"]:
     """Compute KL coefficients: `kl_coef * bucket_scale`, times `low_factor` at uncertain tokens.
 
-    This is the token-level budget of the paper; the paper's code has one coefficient per difficulty
-    bucket instead. Computes in numpy if all arguments are numpy arrays or plain numbers, else in
+    The paper defines this token-level budget. The paper's code instead has one coefficient per
+    difficulty bucket. Computes in numpy if all arguments are numpy arrays or plain numbers, else in
     JAX.
 
     Args:

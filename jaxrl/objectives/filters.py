@@ -36,8 +36,8 @@ def keep_informative(
     Args:
         metric: Value to compare within groups. DAPO uses correctness: if length shapes the reward,
             rewards differ even in a group where every answer is wrong.
-        group_ids: Trajectories with the same id form a group, in any order. Those with a negative
-            id are not kept.
+        group_ids: Trajectories with the same id form a group, in any order. Trajectories with a
+            negative id are dropped.
     """
     metric = np.asarray(metric)
     mask = np.zeros(len(metric), bool)
@@ -83,8 +83,8 @@ def needs_resampling(
     Args:
         scores: Correctness, at most 0 for a wrong answer, before any boundary-aware bonus.
         is_abstention: True if the answer, well-formed or not, says that the model does not know.
-        group_ids: Trajectories with the same id form a group. Those with a negative id are not
-            resampled.
+        group_ids: Trajectories with the same id form a group. Trajectories with a negative id are
+            not resampled.
     """
     scores, is_abstention = np.asarray(scores), np.asarray(is_abstention)
     mask = np.zeros(len(scores), bool)
@@ -102,7 +102,10 @@ FILTERS: dict[str, Callable[..., Any]] = {
 TRAJECTORY_FILTERS: dict[str, str] = {
     "void_turns": "jaxrl.extras.stability.masks:has_no_void_turn",
 }
-"""Trajectory filters by `filter.trajectories`, in addition to `none`. They return True to keep."""
+"""Trajectory filters by `filter.trajectories`, in addition to `none`.
+
+A filter returns True to keep a trajectory.
+"""
 
 COLUMNS = ("metric", "scores", "rewards", "is_correct", "is_abstention", "group_ids")
 """Arrays that a filter may request.

@@ -101,7 +101,7 @@ def gspo_policy_loss(
         The loss and two metrics. `pg_clipfrac`: 1 where the clipped ratio of the trajectory
         determined the surrogate. `ppo_kl`: see `clipped_policy_loss`.
     """
-    # `mean` is the trajectory's log-ratio. Its gradient below is that of the token's
+    # `mean` is the trajectory's log-ratio. Below, the gradient flows through the token's
     # log-probability.
     masked_logprobs = jnp.where(loss_mask, logprobs, 0.0)
     log_ratios = jax.lax.stop_gradient(masked_logprobs - jnp.where(loss_mask, old_logprobs, 0.0))

@@ -34,7 +34,7 @@ class Metric:
         return dataclasses.replace(self, value=combined)
 
     def finish(self, num_tokens: Float[Array, ""]) -> Metric:
-        """Compute the final result from the partial result over `num_tokens` sampled tokens."""
+        """Compute the final result from the partial result of `num_tokens` sampled tokens."""
         finished = REDUCTIONS[self.reduction].finish(self.value, num_tokens)
         return dataclasses.replace(self, value=finished)
 
@@ -59,7 +59,7 @@ class Reduction:
 
 
 REDUCTIONS = {
-    # Without tokens, the result is NaN: a 0 would show as a dip in the curve.
+    # Without tokens, the result is NaN, because a 0 would appear as a dip in the curve.
     "mean": Reduction(
         reduce=lambda values, loss_mask, token_weights: (values * loss_mask).sum(),
         combine=jnp.add,

@@ -35,11 +35,17 @@ Pair = tuple[Float[Array, "..."], Bool[Array, "..."]]
 
 
 def _combine_segmented_sums(left: Pair, right: Pair) -> Pair:
-    """Combine adjacent spans: (sum since the last segment start in it, whether there is one)."""
+    """Combine two adjacent spans.
+
+    A span is its sum since its last segment start, and True if it has a start.
+    """
     value = jnp.where(right[1], right[0], left[0] + right[0])
     return value, left[1] | right[1]
 
 
 def _propagate(right: Pair, left: Pair) -> Pair:
-    """Combine adjacent spans: (value at the first segment end in it, whether there is one)."""
+    """Combine two adjacent spans.
+
+    A span is the value at its first segment end, and True if it has an end.
+    """
     return jnp.where(left[1], left[0], right[0]), left[1] | right[1]

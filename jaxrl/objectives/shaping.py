@@ -36,7 +36,7 @@ def overlong_penalty(
 
 
 ENCOURAGED, PENALIZED = "IDK encouraged", "IDK penalized"
-"""Reasons why the reward of an abstention ("I don't know") differs from its score."""
+"""Reasons for which the reward of an abstention ("I don't know") differs from its score."""
 
 
 def boundary_aware_rewards(
@@ -59,8 +59,8 @@ def boundary_aware_rewards(
 
     - Stage gate: in the early stage, if at least `max_rate` of the batch abstains, all scores are
       unchanged. The paper's code uses 0.05.
-    - Sample gate: in the late stage, a group that still explores gets no bonus. It explores if its
-    non-abstaining members give at least n/2 distinct answers, where n is the group size.
+    - Sample gate: in the late stage, a group that still explores gets no bonus. A group of size n
+    explores if its members that do not abstain give at least n/2 distinct answers.
 
     Args:
         scores: Correctness, at most 0 for a wrong answer, negative for a bad format.
@@ -106,7 +106,7 @@ BUCKETS = ("easy", "medium", "hard")
 
 
 class _RewardParams(NamedTuple):
-    """Parameters of the entropy reward for one difficulty, with ARES's symbols in comments."""
+    """Parameters of the entropy reward for one difficulty. The comments give ARES's symbols."""
 
     margin: float  # phi, as a fraction of the target
     knee: float  # k, where the penalty changes from quadratic to linear, in tokens
@@ -149,8 +149,7 @@ def entropy_reward(
         counts: Number of tokens with high window entropy in each trajectory.
         is_correct: True if the answer of the trajectory is correct.
         buckets: Difficulty of each trajectory's task: easy, medium or hard.
-        targets: Target count of each bucket. A bucket without a target is not calibrated yet; its
-            trajectories get 0.
+        targets: Target count of each bucket. Trajectories of a bucket without a target get 0.
         coefficients: Coefficient of each bucket (alpha in ARES), in units of reward.
         margins: Phi for easy, medium and hard tasks, as a fraction of the target.
         huber_knees: Excess in tokens at which each difficulty's penalty becomes linear.

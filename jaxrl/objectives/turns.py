@@ -43,13 +43,14 @@ def estimate_by_turn(
 ) -> Float[jax.Array, "N K"]:
     """Apply an estimator to the t-th turns of all trajectories, separately for each t.
 
-    The return of a turn is compared with the group's returns from the t-th turn onward, including
-    trajectories that have ended. With `rloo`, the baseline is the mean over the other trajectories,
-    so with undiscounted returns the expected gradient equals that of the expected reward. `grpo`
-    without division by the standard deviation gives the same, scaled by (n - 1) / n. Division by
-    the standard deviation of each turn's returns follows GTPO (https://arxiv.org/abs/2511.14846).
-    MT-GRPO (https://arxiv.org/abs/2505.11821) instead normalizes turn rewards and final rewards
-    separately, and gives a turn no credit for later turns.
+    The return of a turn is compared with the returns of the group's trajectories from the t-th turn
+    onward, including trajectories that have already ended. With `rloo`, the baseline is the mean
+    over the other trajectories, so with undiscounted returns the expected gradient equals that of
+    the expected reward. `grpo` without division by the standard deviation gives the same, scaled by
+    (n - 1) / n. Division by the standard deviation of each turn's returns follows GTPO
+    (https://arxiv.org/abs/2511.14846). MT-GRPO (https://arxiv.org/abs/2505.11821) instead
+    normalizes turn rewards and final rewards separately, and gives a turn no credit for later
+    turns.
 
     Args:
         estimator: Advantage estimator with its settings bound.
