@@ -1,7 +1,7 @@
 """Context management for episodes that are longer than the model's context.
 
-A context grows until the next turn does not fit. The episode then continues in a new context, which
-starts with the prompt and the part of the earlier turns that a context policy selects.
+A context grows until the next turn does not fit. The episode then continues in a new context. It
+starts with the prompt, followed by those parts of the earlier turns that a context policy selects.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ class TurnIds:
 
 
 ContextPolicy = Callable[[Sequence[TurnIds], int], list[int]]
-"""Function from the turns so far and a count, at least 1, to the next context's ids.
-
-The ids follow the prompt and end with the newest observation.
+"""Function that returns the next context's ids after the prompt, from the turns so far and a count
+(at least 1). The ids end with the newest observation.
 """
 
 
@@ -66,7 +65,7 @@ class ContextRule:
         max_tokens: Maximum length of a context: prompt, sampled tokens and observations.
         keep: Maximum number of observations or turns that the policy keeps; it keeps fewer if they
             do not fit.
-        turn_tokens: Tokens that a turn needs; if fewer are left, the next context begins.
+        turn_tokens: Tokens that a turn needs. If fewer are left, the next context begins.
     """
 
     name: str

@@ -40,7 +40,7 @@ Array = Any
 """Device array, or its copy on the host."""
 
 RUNNING, STOP_STRING, END_OF_TURN, OUT_OF_BUDGET = 0, 1, 2, 3
-"""Status of a row: running, or stopped by a stop string, an end-of-turn id or its token budget."""
+"""Status of a row: running, or stopped by a stop string, an end-of-turn id or the token budget."""
 
 _PAGES, _ROWS, _QUERIES = P(PIECE_AXES, "tensor"), P(PIECE_AXES), P(PIECE_AXES, None, "tensor")
 
@@ -55,7 +55,10 @@ class SamplerCache:
 
 @struct.dataclass
 class CacheIndices:
-    """Indices of pages and state slots to copy or swap; an index past the last one means "none"."""
+    """Indices of pages and state slots to copy or swap.
+
+    An index beyond the last page or slot means "none".
+    """
 
     pages: Array  # int32 [S * n]
     state_slots: Array | None = None  # int32 [S * m]; None without recurrent layers
@@ -106,8 +109,8 @@ class ChunkReport:
     entropies: Array  # float32 [r, C], nats
     status: Array  # int32 [r], RUNNING or the reason the row stopped
     stop_state: Array  # int32 [r], of the stop automaton, if the row is running
-    # [r, C, ...] of `Programs.recorded_specs`. Values at step i belong to the token read in that
-    # step, which precedes the sampled token.
+    # [r, C, ...] of `Programs.recorded_specs`. Step i has the values of the token that the step
+    # reads, which precedes the sampled token.
     recorded: dict[str, Array]
 
 
@@ -205,14 +208,14 @@ class Programs:
         return prefill_block_tokens(platform, model.num_heads, model.num_kv_heads)
 
     def _constrain_cache(self, cache: Any) -> Any:
-        """Pin the sharding of the cache, which the compiler might otherwise change."""
+        """Constrain the sharding of the cache, which the compiler might otherwise change."""
         return jax.lax.with_sharding_constraint(cache, cache_sharding(self.mesh))
 
     def _constrain_rows(self, values: Any) -> Any:
         return jax.lax.with_sharding_constraint(values, piece_sharding(self.mesh))
 
     def _shard_map(self, function: Callable[..., Any], specs: Any, out_specs: Any) -> Any:
-        """Map a function over the shards, because page indices are local to a shard."""
+        """Map a function over the shards; page indices are local to a shard."""
         if self.mesh.size == 1:
             return function
         return jax.shard_map(
@@ -233,7 +236,7 @@ class Programs:
         return self.architecture.num_attention_layers if self.scan_layers else 1
 
     def _make_paged_attention(self) -> Callable[..., tuple[jax.Array, jax.Array]]:
-        """Return a function that attends to a layer's pages, with the layer as last argument."""
+        """Return a function that attends to a layer's pages; its last argument is the layer."""
 
         def attend_layer(
             q: jax.Array,
@@ -285,8 +288,8 @@ class Programs:
 
         A block may continue another block of the same call: each attention layer writes all keys
         and values before it reads any, and a recurrent layer works in order. `attachment_embeds` is
-        the result of `embed` for these tokens. A model with a tower requires this argument even for
-        text, which does not use it.
+        the result of `embed` for these tokens. A model with a tower requires this argument even if
+        there are no attachments.
 
         Returns:
             The cache, and the arrays of `recorded`, `[b, Q, ...]`.
@@ -404,9 +407,9 @@ class Programs:
             temperature: See `next_token.sample`.
             top_p: See `next_token.sample`.
             kind: Sampling method, static; see `next_token.sample`.
-            past_pages: Static number of leading pages in each block table that contain all tokens
-                to read; None for all. Kernels that copy the past copy only these pages; copying as
-                many pages as the longest possible trajectory has took a third of a chunk's time.
+            past_pages: Static number of leading pages of each block table that contain all tokens
+                to read; None for all pages. Kernels that copy the past copy only these pages.
+                Copying the pages of the longest possible trajectory took a third of a chunk's time.
         """
         # Take each row's state from the host or from the previous chunk.
         rows = self._constrain_rows(rows)

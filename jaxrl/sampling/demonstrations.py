@@ -226,7 +226,7 @@ def _join_segments(
             turn_ids.append(TurnIds(sampled=sampled, observation=ids, placeholder=without_body))
             sampled = []
             if not contexts.has_room(length + len(ids)):
-                # -1 if not even the next context has room; rejected below.
+                # -1 if even the next context has no room; the check below rejects it.
                 new_ids, num_repeated = contexts.next_context(prompt, turn_ids) or ([], -1)
         if num_repeated:
             starts.append((sum(len(ids) for ids, _ in written), num_repeated))
@@ -242,7 +242,7 @@ def _join_segments(
     token_ids = np.concatenate([np.array(ids, np.int32) for ids, _ in written])
     loss_mask = np.concatenate([np.full(len(ids), is_sampled) for ids, is_sampled in written])
 
-    # Placeholders of images and videos must not be trained on.
+    # Do not train on placeholders of images and videos.
     for id in (tokenizer.image_id, tokenizer.video_id):
         if id is not None and id in token_ids[loss_mask]:
             raise ValueError(

@@ -5,15 +5,15 @@ The engine works on token ids. `prefill.py` batches the tokens and attachments t
 Requests wait in a queue and are admitted in order while there are free rows and cache pages. A
 running row is decoded in chunks until it stops. It then waits until the caller resumes it with the
 tokens of an observation, or finishes it. A waiting row keeps its pages, so only the new tokens are
-prefilled on resume. All samples of a prompt share its full pages. With recurrent layers, each row
-and each cached prompt also has a state, which rows keep in the same way.
+prefilled when it resumes. All samples of a prompt share the prompt's full pages. With recurrent
+layers, each row and each cached prompt also has a state; a waiting row keeps its state too.
 
 If pages run out, the newest request is preempted: its pages are swapped out to the host, and
 swapped in before any newer request is admitted. The oldest request therefore always makes progress.
 
 A chunk may be dispatched before the report of the previous chunk is read, so that the host works
-while the device decodes. Scheduling then depends on the reports read so far. Their number depends
-only on the requests, never on timing.
+while the device decodes. Scheduling then depends on how many reports have been read, which depends
+only on the requests and never on timing.
 """
 
 from __future__ import annotations
@@ -82,10 +82,11 @@ class Request:
     """One sample to generate.
 
     Attributes:
-        prompt_ids: Prompt, at least one id. Requests with the same prompt share its pages while any
-            of them has pages.
+        prompt_ids: Prompt, at least one id. Requests with the same prompt share pages while any of
+            them has pages.
         sample_key: Random key of the sample, uint32 [2]; see `derive_sample_keys`.
-        budget: Maximum number of tokens to sample before the caller resumes it with a new budget.
+        budget: Maximum number of tokens to sample until the caller resumes the request with a new
+            budget.
         attachments: Attachments in the order of their placeholder tokens in `prompt_ids`.
         stop_state: State of the stop automaton, if the turn begins inside `prompt_ids`.
         start_state: State of the stop automaton at the start of each later turn.
@@ -100,7 +101,7 @@ class Request:
 
     @cached_property
     def prompt(self) -> PromptTokens:
-        """Return the prompt's ids and attachments, which are the key in the prefix cache."""
+        """Return the prompt's ids and attachments, the key in the prefix cache."""
         return PromptTokens(self.prompt_ids, self.attachments)
 
 
@@ -116,8 +117,9 @@ class Event(NamedTuple):
     logprobs: np.ndarray  # float32 [n], nats
     entropies: np.ndarray  # float32 [n], nats
     status: int
-    # Recorded arrays `[m, ...]` of the tokens read since the previous event, including prompt and
-    # observations but not the last sampled token, which is not read yet. {} if nothing is recorded.
+    # Recorded arrays `[m, ...]` of the tokens read since the previous event: prompt, observations
+    # and sampled tokens, except the last sampled token, which is read later. {} if nothing is
+    # recorded.
     recorded: Mapping[str, np.ndarray] = _NO_ARRAYS
 
 
@@ -143,8 +145,8 @@ class Engine:
     most `MAX_PROGRAMS` programs. If chunks read a copy of the past, each decoding program is
     compiled once for each of `past_sizes`.
 
-    It allocates device memory for weights in `set_weights` and for the cache in the next `submit`,
-    and frees both in `release`.
+    `set_weights` allocates device memory for the weights, the next `submit` for the cache.
+    `release` frees both.
     """
 
     def __init__(
@@ -569,11 +571,11 @@ class Engine:
         self._slots.append(row.slot)
         self._shards[row.shard].finish(row, self._next_prompt)
         if self.is_idle:
-            self._in_flight.clear()  # all their rows had stopped before
+            self._in_flight.clear()  # all of their rows had already stopped
 
     @property
     def num_running(self) -> int:
-        """Return the number of requests that have not stopped according to the reports read."""
+        """Return the number of requests that have not stopped in any report read so far."""
         return sum(not row.is_waiting for row in self._rows.values())
 
     @property

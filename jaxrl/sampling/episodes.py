@@ -1,4 +1,4 @@
-"""Environment episodes (prompts, replies, rewards), independent of what generates the turns.
+"""Episodes in an environment (prompts, replies, rewards), independent of the sampler of the turns.
 
 Rollouts derive from `BaseRollout`, which converts between tokens and text; `demonstrations.py` uses
 the same functions. Environment output is encoded once, when it is appended.
@@ -115,7 +115,7 @@ RewardFn = Callable[[Sequence[Sequence[ScoredEpisode]]], list[list[Reward | Base
 
 
 class StartError(ValueError):
-    """Error raised when the environment cannot start an episode for a task."""
+    """Error for a task with which the environment cannot start an episode."""
 
 
 class BaseRollout:
@@ -351,7 +351,7 @@ class BaseRollout:
     ) -> list[StepResult] | str:
         """Call `Env.step` once for episodes of one environment, and validate the replies.
 
-        Return the error message if it fails.
+        Return the error message if the call fails.
         """
         try:
             env = self._get_env(episodes[0].task)
@@ -393,7 +393,7 @@ class BaseRollout:
         return [self._image_processor.num_units(image) for image in images]
 
     def _make_timeout_result(self, task: Task) -> StepResult:
-        """Return a failed step of a task's environment, whose reply missed the deadline."""
+        """Return a failed step for an environment whose reply missed the deadline."""
         deadline_s = self._schedule.deadline_s
         reason = f"no reply within {deadline_s:g} s (config.env.step_deadline_s)"
         result = make_failed_step(f"{type(self._get_env(task)).__name__}.step: {reason}")

@@ -14,7 +14,7 @@ from jaxrl.types import Attachment, Group, Params
 
 @dataclass(frozen=True, kw_only=True)
 class Seeds:
-    """Inputs to the random key of a sample, in addition to its task, index and attempt."""
+    """Inputs to a sample's random key, in addition to the sample's task, index and attempt."""
 
     seed: int
     stage: int
@@ -32,10 +32,10 @@ class SamplingConfig:
         seeds: Inputs to the random keys.
         policy_version: Number of optimizer steps taken to reach these weights; recorded with every
             sampled token.
-        keeps_arrays: True if trajectories keep the per-token arrays recorded by the engine. False
-            in evaluations, which do not train.
-        max_unfinished: Maximum number of groups that may be returned as None; they resume when
-            their draws are passed again.
+        keeps_arrays: True if trajectories keep the per-token arrays that the engine records.
+            Evaluations set it to False.
+        max_unfinished: Maximum number of groups that may be returned as None. Such a group resumes
+            when its draw is passed again.
     """
 
     group_size: int
@@ -58,8 +58,8 @@ If `SamplingConfig.max_unfinished` is above 0, the list has None for each unfini
 class EngineCounts:
     """Work done since the engine was created, in tokens unless noted otherwise."""
 
-    prefilled_prompt: int = 0  # all but the last token of each prompt that is not cached
-    prefilled_resume: int = 0  # token before each observation, and all its tokens but the last
+    prefilled_prompt: int = 0  # tokens of new prompts, except each prompt's last token
+    prefilled_resume: int = 0  # as many as each observation has: the token before it, not its last
     sampled: int = 0
     chunks: int = 0  # dispatched chunks
     row_steps: int = 0  # decoding steps times rows computed
@@ -76,7 +76,7 @@ WAIT_REASONS = ("lag", "cache", "tasks")
 
 
 class Sampler(Protocol):
-    """Sampler of the model being trained, such as `sampling.engine.Engine`.
+    """Sampler of the policy, such as `sampling.engine.Engine`.
 
     Attributes:
         counts: Work done so far.

@@ -24,7 +24,10 @@ def sample_uniforms(keys: UInt32[Array, "B 2"], positions: Int[Array, " B"]) -> 
 
 
 GREEDY, FULL, TOP_P = KINDS = ("greedy", "full", "top_p")
-"""Sampling methods. Each method's program omits computations that only other methods need."""
+"""Sampling methods.
+
+Each method has a program without the computations that only other methods need.
+"""
 
 
 def select_kind(temperature: float, top_p: float) -> str:
@@ -71,7 +74,7 @@ def sample(
     if kind == TOP_P:
         token, _ = _sample_index(filter_top_p(weights, top_p), uniform)
     if kind == GREEDY or is_per_row:
-        # First index of the maximum: on a CPU several times faster than argmax.
+        # Find the first index of the maximum; on a CPU, this is several times faster than argmax.
         first = jnp.where(shifted == 0.0, jnp.arange(V), V).min(axis=-1, initial=V - 1)
         token = jnp.where(is_greedy, first, token) if is_per_row else first
     token = token.astype(jnp.int32)

@@ -62,7 +62,7 @@ class PrefillBatcher:
         attachments: tuple[Attachment, ...],
         start: int,
     ) -> None:
-        """Set a row's attachments, the arrays of its unread tokens, and its position offset.
+        """Set a row's attachments, the arrays of the unread tokens, and the position offset.
 
         `start` is the number of the row's tokens before `token_ids`.
         """

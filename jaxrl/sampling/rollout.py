@@ -45,7 +45,7 @@ _NO_REQUEST = -1
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _EnvCall:
-    """Pending or finished call to the environment."""
+    """Call to the environment, pending or finished."""
 
     due: int  # number of the chunk before which its replies are added
     # (request, sample, turn text); the request is `_NO_REQUEST` if it is no longer in the engine.
@@ -98,7 +98,7 @@ class Rollout(BaseRollout):
         The rollout stops between chunks, once at most `SamplingConfig.max_unfinished` groups are
         unfinished. Their entries are None. When their draws are passed again, they continue: their
         tokens are prefilled again, and sampling uses the same keys. If the last chunk finishes more
-        groups than required, the extra groups are also returned as None.
+        groups than required, the extra groups are returned as None too.
 
         Any exception leaves the engine empty. Pending calls to the environment get
         `_ABORT_TIMEOUT_S` to finish and are then abandoned.
@@ -237,7 +237,10 @@ class Rollout(BaseRollout):
     def _select_due_calls(
         self, calls: Sequence[_EnvCall], should_stop: Callable[[], bool]
     ) -> list[_EnvCall]:
-        """Return the calls whose replies are added now, at least one if the engine is stalled."""
+        """Return the calls whose replies are added now.
+
+        If the engine is stalled, return at least one.
+        """
         is_stalled = self._engine.is_stalled
         if self._schedule.deterministic:
             chunk = self._engine.counts.chunks

@@ -28,7 +28,8 @@ def derive_sample_keys(
         attempts: Attempt number of each sample's group, int32 [n]; 0 unless it is resampled.
         device: Device that computes the keys; None for JAX's default device.
     """
-    # Use blocks of a fixed size: the number of tasks varies, and each size would be compiled.
+    # Use blocks of a fixed size, because the number of tasks varies and each size compiles a
+    # program.
     keys = np.zeros((len(positions), 2), np.uint32)
     for start in range(0, len(positions), _KEY_BLOCK):
         block = [np.asarray(x[start : start + _KEY_BLOCK]) for x in (positions, samples, attempts)]

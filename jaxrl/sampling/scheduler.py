@@ -60,7 +60,7 @@ class Prefix:
     rows: dict[int, Row] = field(default_factory=dict)  # rows with pages, by request
     recorded_blocks: list[RecordedBlock] = field(
         default_factory=list
-    )  # blocks of all its tokens, if arrays are recorded
+    )  # blocks of all prompt tokens, if arrays are recorded
 
     @property
     def num_tokens(self) -> int:
@@ -88,12 +88,12 @@ class Row:
     offset: int = 0  # position offset of the pending and later tokens
     pages: list[int] = field(default_factory=list)
     state_slot: int = 0  # its state, if there are recurrent layers
-    saved: Any = None  # contents of its pages and state while swapped out
+    saved: Any = None  # contents of pages and state while the row is swapped out
     in_flight: int = 0  # dispatched steps without a report
     index: int = -1  # index in the last chunk that includes the row
     is_waiting: bool = False  # True if stopped and not yet resumed or finished
-    # Recorded arrays of prefilled tokens since the last event, in order. Initially this is the
-    # prefix's list, which the row that prefills the prompt fills for all rows.
+    # Recorded arrays of the tokens prefilled since the last event, in order. At first, all rows of
+    # a prompt share the prefix's list, which the row that prefills the prompt fills.
     recorded_blocks: list[RecordedBlock] = field(default_factory=list)
 
     @property
@@ -175,7 +175,7 @@ class BlockScheduler:
 
     @property
     def rows_needing_pages(self) -> list[Row]:
-        """Return the rows of the next chunk that may need more pages, ignoring their budgets."""
+        """Return the rows of the next chunk that may need more pages. Token budgets are ignored."""
         steps, page_tokens = self._num_steps, self._page_tokens
         return [
             row
@@ -270,7 +270,7 @@ class BlockScheduler:
 
     @property
     def load(self) -> int | None:
-        """Return the number of rows that can run; None while preempted rows wait for pages."""
+        """Return the number of rows that can run, or None while preempted rows wait for pages."""
         count = 0
         for row in self.rows.values():
             if row.saved is not None:

@@ -70,7 +70,7 @@ def _replace_if_changed(instance: Any, **values: Any) -> Any:
 
 
 def sanitize_record(record: CallRecord) -> CallRecord:
-    """Return a copy of a record with JSON-safe text."""
+    """Replace text in a record that JSON cannot represent."""
     error = record.error and replace_surrogates(record.error)[:MAX_ERROR_CHARS]
     return _replace_if_changed(record, call=replace_surrogates(record.call), error=error)
 

@@ -1,4 +1,4 @@
-"""Stop string matching during sampling, independent of token boundaries."""
+"""Matching of stop strings during sampling, independent of token boundaries."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Sample:
     sampled: list[TokenSpan] = field(default_factory=list)  # in order
     num_sampled: int = 0
     max_response_tokens: int | None = None  # see `Draw`
-    # Per context, the recorded arrays of its tokens in order.
+    # For each context, the recorded arrays of the context's tokens, in order.
     recorded: list[list[Mapping[str, np.ndarray]]] = field(default_factory=lambda: [[]])
     contexts: list[tuple[int, int]] = field(default_factory=list)  # see `Trajectory.contexts`
     turn_ids: list[TurnIds] = field(default_factory=list)  # only if there may be several contexts
@@ -109,7 +109,10 @@ class Sample:
         return len(self.token_ids) - (self.contexts[-1][0] if self.contexts else 0)
 
     def token_arrays(self, declared: Mapping[str, TokenArraySpec]) -> dict[str, np.ndarray]:
-        """Return recorded arrays `[L, ...]`, with `fill` at each context's unread last token."""
+        """Return recorded arrays `[L, ...]`.
+
+        The last token of each context was not read and gets `fill`.
+        """
         if not any(self.recorded):  # the episode never began
             return {}
         starts = [0, *(start for start, _ in self.contexts), len(self.token_ids)]
@@ -131,7 +134,7 @@ class Sample:
     def to_scored_episode(self, reward: Reward) -> ScoredEpisode:
         """Return the episode with its reward, as a `ScoredEpisode`.
 
-        Its `completion_ids` are all ids after the prompt; ids repeated by a later context appear
+        Its `completion_ids` are all ids after the prompt. Ids that a later context repeats appear
         once.
         """
         ids, first = [], self.prompt_length

@@ -1,4 +1,4 @@
-"""Convert the trainer's parameters to the weights that the sampler's programs read."""
+"""Conversion of the trainer's parameters to the sampler's weights."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class WeightConverter:
         )
 
     def _map_unchanged_weights(self, policy: Architecture) -> dict[int, int]:
-        """Map the index of each weight that is an unchanged parameter to the parameter's index."""
+        """Map the index of each weight that equals a parameter to the parameter's index."""
         source_shardings = jax.tree.leaves(param_shardings(self._mesh, policy))
         program = jax.make_jaxpr(self._prepare)(self._params)
         indices = {id(variable): index for index, variable in enumerate(program.jaxpr.invars)}
@@ -124,7 +124,7 @@ class WeightConverter:
         """Free the previous weights, then convert training parameters to sampler weights.
 
         Donated parameters are read a few at a time, largest first, and freed once their weights
-        exist, so that the two copies are never both fully in memory.
+        exist. Parameters and weights are therefore never both completely in memory.
         """
         # Donated parameters are callables: convert each independent part separately.
         inputs, shardings = jax.tree.leaves(params), jax.tree.leaves(self.shardings)
@@ -176,8 +176,8 @@ class WeightConverter:
 def donate(params: Params) -> Params:
     """Mark parameters that `WeightConverter.convert` may free after converting them.
 
-    Each parameter becomes a function that returns it, like the parameters that `load_hf` returns
-    with `is_lazy`.
+    Each parameter becomes a function that returns the parameter, as in the result of `load_hf` with
+    `is_lazy`.
     """
     return jax.tree.map(lambda leaf: leaf if callable(leaf) else lambda: leaf, params)
 

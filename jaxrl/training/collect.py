@@ -1,7 +1,7 @@
 """Collect a step's groups: take tasks, roll out, shape rewards, filter.
 
-All processes make the same decisions, because each process bases them on all processes'
-trajectories, in task order.
+All processes make the same decisions, because each process sees the trajectories of all processes,
+in task order.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ FATAL_ERRORS = (
     UserCodeError,
     BudgetSpentError,
 )
-"""Errors during collection that end the run, after completed steps are saved."""
+"""Errors that end the run during collection. Completed steps are saved first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class CollectedGroups:
     ledger: UsageStats = field(default_factory=UsageStats)  # usage, dropped groups included
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to plain JSON values; lossless if no divergences are measured yet."""
+        """Convert to plain JSON values. Divergences, if already measured, are lost."""
         plain = dataclasses.asdict(dataclasses.replace(self, groups=[], buffered_groups=[]))
         for stats in plain["sampled_stats"]:
             if not stats["environment"]:
@@ -365,8 +365,8 @@ def _filter_groups(
 
         passes |= apply_filter(group_filter, get_column, len(passes))
     accepted = {int(index) for index in columns.group_ids[passes]}
-    # Drop a group with a single trajectory left after environment errors: nothing remains to
-    # compare it with. A configured group size of 1 is intended.
+    # Drop a group if environment errors leave only one trajectory, which has nothing to be compared
+    # with. A configured group size of 1 is intended.
     min_scored = min(2, method.group_size)
     return [
         group

@@ -1,4 +1,4 @@
-"""Collect each training step's groups, in that step or during the previous step."""
+"""Collection of each training step's groups, in the step itself or during the previous step."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Collector:
     run_state: RunState
     stream: Stream[Task]
     add_divergences: DivergenceFn
-    failure: Exception | None = None  # error of a prefetch; the next `get_groups` raises it
+    failure: Exception | None = None  # error during a prefetch, which the next `get_groups` raises
     has_warned: bool = False  # True after the warning about idle devices
 
     def get_groups(self, policy_version: int) -> CollectedGroups:
@@ -165,7 +165,7 @@ class Collector:
         )
         self._warn_if_idle(metrics["timing_s/wait_lag"], time.perf_counter() - started)
         metrics |= stream.compute_metrics(collected.num_tasks_taken)
-        engine.clear()  # each collection counts its pages from an empty cache
+        engine.clear()  # each collection starts with an empty cache
         return dataclasses.replace(collected, metrics=metrics)
 
     def _warn_if_idle(self, idle_s: float, sampling_s: float) -> None:

@@ -1,9 +1,9 @@
 """Adaptive controllers, updated between steps: coefficients, targets, gates and difficulties.
 
-The state of a controller is a frozen dataclass of plain JSON values, stored in checkpoints as JSON.
-`update` returns the next state; settings are arguments, not state. `Controllers` holds the states
-that the method uses. `update_controllers` updates them from the trajectories of a step,
-`update_stage_gate` from an evaluation.
+The state of a controller is a frozen dataclass of plain JSON values, which checkpoints store as
+JSON. `update` returns the next state; its arguments are the measurements and the settings.
+`Controllers` holds the states that the method uses. `update_controllers` updates them from the
+trajectories of a step, `update_stage_gate` from an evaluation.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class EntropyCoefficients:
         ARES (https://arxiv.org/abs/2510.08457): alpha changes by `rate` times the mean count minus
         the target. It rises with the count for easy and medium tasks, where it scales a penalty,
         and falls for hard tasks, where it scales a bonus. Then the rounded mean becomes the target.
-        The released code updates the target first, so there alpha reacts only to the rounding.
+        The released code updates the target first, so alpha there reacts only to the rounding.
 
         A bucket without groups does not change. A bucket without a target gets only a target.
 
@@ -165,7 +165,7 @@ class StageGate:
     """Stage gate, which ends the early stage of training when correctness stops rising."""
 
     best: float | None = None  # best validation so far; None before the first
-    tolerance: int = 0  # number of validations below the best at that time
+    tolerance: int = 0  # number of validations below the best validation at that time
     is_late: bool = False
 
     def update(self, value: float, *, max_tolerance: int = 5) -> StageGate:
@@ -235,8 +235,8 @@ class LogKL:
 
         The change is `log coef += rate * clip(average, -0.2, 0.2)`. ARES's code
         (https://github.com/shawn0728/ARES) uses this instead of the paper's dual ascent,
-        `KLBudget`. That code averages the divergence and, at each change, averages the error again.
-        Here, the error is averaged once per update. NaN changes nothing.
+        `KLBudget`. ARES's code averages the divergence and, at each change, averages the error
+        again. Here, only the error is averaged, once per update. NaN changes nothing.
 
         Args:
             kl: Divergence of the batch in nats per token.
@@ -301,7 +301,7 @@ class EntropyThreshold:
 
 @dataclass(frozen=True)
 class SkipSet:
-    """Tasks that are no longer sampled because all samples solved them with low entropy."""
+    """Tasks that are no longer sampled: all of their samples were correct with low entropy."""
 
     task_ids: dict[str, float] = field(default_factory=dict)  # mean entropy in nats by task id
 

@@ -57,7 +57,7 @@ class AdvantageEstimator:
             step: Global step, used in the random seed of estimators that sample.
             stage_step: Number of completed steps of the stage, for scheduled settings.
         """
-        # Advantages by turn compare the returns from each turn onward.
+        # Turn-level advantages compare the returns from each turn onward.
         columns = Columns(groups)
         offered: dict[str, Any] = {
             "key": lambda: jax.random.fold_in(jax.random.key(self._seed), step)

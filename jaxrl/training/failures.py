@@ -27,7 +27,7 @@ class NothingWorksError(RuntimeError):
 class FailureCounter:
     """Counter of consecutive batches in which every episode failed; persists across restarts."""
 
-    limit: int  # number of batches after which the run ends; 0 for no limit
+    limit: int  # number of failed batches after which the run ends; 0 for no limit
     log: Callable[[str], None]
     num_batches: int
 

@@ -35,8 +35,8 @@ class AccumulatedGradients:
         """Add the gradient of another piece; weight tokens as `aggregation` does for both pieces.
 
         Raises:
-            ValueError: Adding the piece changes token weights by more than a common factor, or the
-                losses of the pieces have different metrics.
+            ValueError: The added piece changes the token weights by more than a common factor, or
+                the losses of the pieces have different metrics.
         """
         metrics, other_metrics = sorted(self.sums.metrics), sorted(other.sums.metrics)
         if metrics != other_metrics:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from jaxrl.types import Params, TrainState, Trajectory
 
 Record = Mapping[str, Any]
-"""A line of `metrics.jsonl`: `step`, `stage` and numbers, with None for non-finite ones."""
+"""A line of `metrics.jsonl`: `step`, `stage` and numbers. A number that is not finite is None."""
 
 WriteSamples = Callable[[Path, int, Sequence[Trajectory], Sequence[Mapping[str, Any]]], None]
 """See `writers.write_samples`."""
@@ -80,7 +80,7 @@ class ProgressBar(Protocol):
         """Show the run's current activity."""
 
     def make_counter(self, what: str) -> Callable[[int, int], None]:
-        """Return a function that shows progress, given the number done and the total."""
+        """Return a function that shows progress, called with the number done and the total."""
 
     def stop(self) -> None:
         """End the progress line."""

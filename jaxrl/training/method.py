@@ -73,7 +73,7 @@ class FilterSettings:
     )  # from `objectives.filters.FILTERS`, or custom; None keeps all
     # From `objectives.filters.TRAJECTORY_FILTERS`, or custom; None for all trajectories.
     trajectory_filter: NamedFunction | None
-    key: str  # metric or reward part that the filter reads
+    key: str  # metric or reward part that the filter compares
     tasks_per_batch: int
     max_batches: int
     carry_over: bool
@@ -85,7 +85,7 @@ class FilterSettings:
 
     @property
     def uses_kl_penalty(self) -> bool:
-        """Return True if the filter reads rewards after subtracting the KL penalty."""
+        """Return True if the filter compares rewards from which the KL penalty is subtracted."""
         has_metric = self.group_filter is not None and "metric" in self.group_filter.arguments
         return has_metric and self.key == "seq_final_reward"
 
@@ -228,7 +228,7 @@ def has_kl_loss(kl: KLSettings) -> bool:
 
 
 def has_kl_weights(kl: KLSettings) -> bool:
-    """Return True if the KL coefficient differs between tokens or changes between steps."""
+    """Return True if the KL coefficient differs between tokens, or changes between steps."""
     is_plain = kl.controller == "fixed" and kl.low_factor == 1 and not kl.second_chance
     return has_kl_loss(kl) and not is_plain
 

@@ -41,8 +41,8 @@ def make_minibatches(
     Environment errors and trajectories that `filter.trajectories` drops are excluded; dropped
     trajectories still count toward their group's statistics. With `optimizer.skip_signal_free`,
     trajectories with an advantage of 0 go to `PackedBatch.rest`, which yields metrics but no
-    gradient, unless another loss term gives them a gradient. They still count toward
-    `loss.aggregation`.
+    gradient. This does not apply if another loss term gives such trajectories a gradient. They
+    still count toward `loss.aggregation`.
 
     Args:
         groups: Groups with advantages, and with divergences if the method needs them.
@@ -223,7 +223,7 @@ def shard_minibatches(
     def put(packed: PackedBatch) -> Batch:
         batch = put_batch(mesh, packed.batch)
         plain = dataclasses.replace(batch, old_logprobs=None, ref_logprobs=None, kl_weights=None)
-        # The reference selects experts itself instead of replaying the sampler's.
+        # The reference selects its own experts; it does not replay the sampler's experts.
         ref_batch = score.model.without_recorded_arrays(plain)
         if needs_old and batch.old_logprobs is None:
             batch = dataclasses.replace(batch, old_logprobs=score(params, plain, packed))

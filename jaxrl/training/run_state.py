@@ -50,11 +50,11 @@ class Stage:
     num_steps: int
     batch_size: int  # trajectories or demonstrations per mini-batch
     optimizer: optax.GradientTransformation
-    schedule: optax.Schedule  # from the number of earlier updates to the learning rate
+    schedule: optax.Schedule  # maps the number of earlier updates to the learning rate
     settings: OptimizerSettings
     shape: BatchShape  # shape of mini-batches
     update: UpdateStep
-    halves_micro_rows: bool = False  # True if an update that runs out of memory may shrink `shape`
+    halves_micro_rows: bool = False  # True if `shape` may shrink after an update runs out of memory
 
     def last_lr(self, state: TrainState) -> float:
         """Return the latest optimizer step's learning rate; the first step's if none was taken."""
@@ -76,7 +76,7 @@ class Components:
     sampler: Sampler | None  # None if a model behind an endpoint samples
     rollout: RolloutFunction
     controls: Mapping[str, RolloutFunction]  # replacements for `rollout`, by control suite
-    # Names of the environments that take part in a control suite; all in any other suite.
+    # Environments of each control suite. A suite without an entry uses all environments.
     control_environments: Mapping[str, Sequence[str]] = field(default_factory=dict)
     reward_weights: Mapping[str, float] = field(default_factory=dict)  # by reward part
     is_trigger: np.ndarray | None = None  # bool [V], ids that may start a high-entropy window
@@ -106,7 +106,7 @@ class Progress:
     stage_step: int = 0  # completed steps of the stage
     items_taken: int = 0  # tasks or demonstrations taken from the stage's stream
     num_records: int = 0  # records in metrics.jsonl
-    record: dict[str, Any] | None = None  # record of the last step, while its evaluation is due
+    record: dict[str, Any] | None = None  # record of the last step, until its evaluation is done
     value: float | None = None  # `eval.best_metric` after exactly this step
     best: Best = field(default_factory=Best)  # best evaluation of the stage
     stopped_early: bool = False  # True if the stage ended because evaluations did not improve
@@ -135,7 +135,7 @@ class Progress:
         )
 
     def is_mid_stage(self, num_steps: Mapping[str, int]) -> bool:
-        """Return True if a training stage is partly done, or its last evaluation is due.
+        """Return True if a training stage is partly done, or if its last evaluation is due.
 
         `num_steps` is the number of steps by training stage.
         """
@@ -159,7 +159,7 @@ class Progress:
 
     @property
     def effective_weights_step(self) -> int:
-        """Step that produced the weights: the last one, or the best one after an early stop."""
+        """Step that produced the weights: the last step, or the best step after an early stop."""
         return self.step if self.weights_step is None else self.weights_step
 
     def restore_images(self, with_images: Callable[[list[Group]], list[Group]]) -> None:
@@ -193,7 +193,7 @@ class Progress:
 
     @classmethod
     def from_json(cls, saved: dict[str, Any], method: Method) -> Progress:
-        """Create the progress from `to_json`'s result; drop groups that do not fit `method`."""
+        """Create the progress from `saved`; drop groups that do not fit `method`."""
         known = {field.name for field in dataclasses.fields(cls)}
         fields = {name: value for name, value in saved.items() if name in known}
         # With --accept_changes the method may have changed. Drop groups of another size. Without
@@ -237,7 +237,7 @@ class RunState:
     metrics_log: MetricWriter
     display: ProgressBar
     progress: Progress
-    restored: dict[str, Any]  # items of the restored checkpoint; a stage pops those it needs
+    restored: dict[str, Any]  # items of the restored checkpoint, which the stages pop
     should_stop: Callable[[], bool]
     # These two are arguments because importing them would add their modules to the imports of
     # train.py, which tests/test_dependencies.py bounds.
@@ -248,7 +248,7 @@ class RunState:
     state: TrainState | None = None  # current state in the middle of a training stage
     ref_params: Params | None = None  # reference policy of the train stage's KL term
     saved: Progress | None = None  # progress in the newest checkpoint
-    # Usage of the unfinished step or evaluation, and of unfinished groups for the next step.
+    # Usage of the current step or evaluation, and of unfinished groups of the next step.
     pending_usage: UsageStats = field(default_factory=UsageStats)
     make_token_logger: Callable[..., TokenLogger] | None = None  # None without `log.tokens`
     held_out: float | None = None  # score of the last evaluation; see `get_held_out_score`
@@ -324,7 +324,7 @@ class RunState:
         check_budget(spent, max_cost=limits.max_cost, max_calls=limits.max_calls)
 
     def add_discarded_cost(self, spent: UsageStats) -> None:
-        """Add the cost of discarded groups, which will be resampled."""
+        """Add the usage of discarded groups, which will be sampled again."""
         self.progress.ledger += UsageStats(usage=spent.usage)
 
     @property

@@ -48,7 +48,10 @@ The update sums the losses, weighted by `token_weights`. Each metric specifies i
 def state_shardings(
     mesh: Mesh, trained: ParamSpec, optimizer: optax.GradientTransformation
 ) -> TrainState:
-    """Return the shardings of a state: moments like their parameters, counters replicated."""
+    """Return the shardings of a state.
+
+    Moments are sharded like their parameters; counters are replicated.
+    """
     params = param_shardings(mesh, trained)
     replicated = replicated_sharding(mesh)
     abstract = jax.eval_shape(optimizer.init, trained.abstract_params())
@@ -96,7 +99,10 @@ def move_moments(state: TrainState, memory: str) -> TrainState:
 
 
 def put_batch(mesh: Mesh, batch: Batch) -> Batch:
-    """Put a host batch on the mesh. Every process holds all of it and supplies its local shards."""
+    """Put a host batch on the mesh.
+
+    Every process holds the complete batch and supplies its local shards.
+    """
 
     def put(array: np.ndarray) -> jax.Array:
         return jax.make_array_from_callback(array.shape, batch_sharding(mesh), array.__getitem__)
@@ -107,7 +113,7 @@ def put_batch(mesh: Mesh, batch: Batch) -> Batch:
 def put_patches(
     mesh: Mesh, attachments: PackedAttachments, micro: int, dtype: Any
 ) -> dict[str, jax.Array]:
-    """Put `patches` `[S, P, values]` and `coords` `[S, P, W]` of a micro-batch on the mesh."""
+    """Put the `patches` `[S, P, values]` and `coords` `[S, P, W]` of a micro-batch on the mesh."""
     shard_inputs = cache(
         partial(attachments.make_shard_inputs, micro, dtype=dtype)
     )  # called twice per shard
@@ -389,7 +395,7 @@ class GradientStep:
                 loss += stats.balance_loss(balance, aux.statistics)
             return loss, (reduced, num_tokens, aux.statistics)
 
-        # Traced once per shape and logit capacity, and shared by the programs below.
+        # The programs below share this function, which is traced once per shape and logit capacity.
         differentiate = cached_jit(
             jax.grad(micro_loss, has_aux=True),
             name="gradient",

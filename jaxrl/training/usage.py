@@ -14,7 +14,7 @@ from jaxrl.envs.tools.budget import SEARCH, get_call_records
 from jaxrl.types import Trajectory
 
 BILLED_SOURCES = ("tool", "fallback")
-"""Values of `CallRecord.source` for calls that reached a tool, so that attempts are billed."""
+"""Values of `CallRecord.source` for calls that reached a tool. Their attempts are billed."""
 
 
 Number = TypeVar("Number", int, float)
@@ -74,7 +74,7 @@ class UsageStats:
         Args:
             trajectories: Trajectories of any outcome.
             prices: Price per attempt, by tool name; other tools are free.
-            is_control: True to skip searches, because a control engine answered them.
+            is_control: True to skip searches, which a control engine answered.
         """
         trajectories = list(trajectories)
         calls = [call for t in trajectories for turn in t.turns for call in get_call_records(turn)]

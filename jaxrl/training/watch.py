@@ -26,7 +26,7 @@ stage.
 """
 
 ACTIONS = ("warn", "lower_lr", "roll_back", "stop")
-"""Actions on a sign, mildest first."""
+"""Reactions to a sign, mildest first."""
 
 SIGN_COOLDOWN_STEPS = 10
 """Number of steps after which a repeated sign counts as new."""
@@ -68,9 +68,9 @@ class Sign:
 class WatchState:
     """State of the watch between the steps of a stage, saved in checkpoints as JSON."""
 
-    name: str = ""  # name of the detector; a different one starts without state
+    name: str = ""  # name of the detector; a new detector starts without state
     state: Mapping[str, Any] = field(default_factory=dict)  # returned by the detector
-    # Last step of the stage at which each sign was seen.
+    # Last step of the stage with each sign.
     seen: Mapping[str, int] = field(default_factory=dict)
     acting: Sequence[Mapping[str, Any]] = ()  # signs of the newest step that need an action
     lr_scale: float = 1.0  # factor on the learning rate
