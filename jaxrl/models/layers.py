@@ -247,19 +247,15 @@ LayerRun = tuple[tuple[str, int, int], ...]
 """Run of layers with the same modules: name, and first and end index in the module's stack."""
 
 
-def select_layer_entries(layer: int, names: Sequence[str], stacks: Stacks) -> tuple[str, ...]:
-    """Return those of `names` that are modules of the given layer."""
-    return tuple(name for name in names if name not in stacks or layer in stacks[name])
-
-
 def _find_runs(blocks: Params, stacks: Stacks) -> tuple[LayerRun, ...]:
     common = next(blocks[name] for name in blocks if name not in stacks)
     count = len(jax.tree.leaves(common)[0])
-    layer_groups = groupby(
-        range(count), lambda layer: select_layer_entries(layer, tuple(blocks), stacks)
-    )
+
+    def list_modules(layer: int) -> tuple[str, ...]:
+        return tuple(name for name in blocks if name not in stacks or layer in stacks[name])
+
     runs = []
-    for names, layers in layer_groups:
+    for names, layers in groupby(range(count), list_modules):
         first, *rest = layers
         indices = {n: list(stacks[n]).index(first) if n in stacks else first for n in names}
         runs.append(tuple((n, index, index + 1 + len(rest)) for n, index in indices.items()))

@@ -52,20 +52,14 @@ QUANTIZED = ("kernel", "kernel_scale")
 
 
 def quantize(kernel: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Quantize weights `[in, out]` to int8, with one scale per output."""
-    scale = compute_scales(kernel)
-    return round_to_int8(kernel, scale), scale
+    """Round weights `[in, out]` to int8; also return the float32 scale of each output.
 
-
-def compute_scales(kernel: np.ndarray) -> np.ndarray:
-    """Compute each output's float32 scale: its largest absolute weight / 127, or 1 if that is 0."""
+    The scale is the output's largest absolute weight / 127, or 1 if all of its weights are 0.
+    """
     largest = np.abs(kernel).max(axis=0).astype(np.float32)
-    return np.where(largest > 0, largest / np.float32(127), np.float32(1))
-
-
-def round_to_int8(kernel: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Divide weights `[in, out]` by each output's scale and round them to int8."""
-    return np.clip(np.rint(kernel.astype(np.float32) / scale), -127, 127).astype(np.int8)
+    scale = np.where(largest > 0, largest / np.float32(127), np.float32(1))
+    rounded = np.clip(np.rint(kernel.astype(np.float32) / scale), -127, 127)
+    return rounded.astype(np.int8), scale
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,9 +49,9 @@ def format_plan(plan: Plan, advice: Sequence[Suggestion], num_needed: int | None
         f"({USABLE_SHARE:.0%} of {format_bytes(target.limit)}{qualifier})",
     ]
     peak_phase = max(plan.phases, key=lambda phase: phase.peak)
-    largest = ", ".join(
-        f"{name} {format_bytes(size)}" for name, size in peak_phase.list_largest_terms(2)
-    )
+    peak_terms = peak_phase.persistent | peak_phase.moments[peak_phase.moment]
+    top_names = sorted(peak_terms, key=lambda name: -peak_terms[name])[:2]
+    largest = ", ".join(f"{name} {format_bytes(peak_terms[name])}" for name in top_names)
     lines.append(f"largest terms, in {peak_phase.name}: {largest}")
     for option in advice:
         settings = " ".join(f"--config.{key}={value}" for key, value in option.settings.items())

@@ -5,21 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-NO_LIMIT = 2**60
-"""Bytes from which a limit counts as unlimited; cgroup v1 then reports almost 2**63."""
-
-CGROUP_FILES = {
-    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-    2: ("memory.max", "memory.current", ""),
-}
-"""Limit file, usage file and prefix in memory.stat, by cgroup version."""
-
 
 def read_host_memory(root: Path = Path("/")) -> tuple[int | None, int | None]:
     """Return the total and free memory available to this process in bytes; None if unknown.
 
     Both are the minimum of /proc/meminfo (`MemTotal`, `MemAvailable`,
-    https://docs.kernel.org/filesystems/proc.html) and the cgroup limits, v1 or v2
+    https://docs.kernel.org/filesystems/proc.html) and the limits of cgroup v2
     (https://docs.kernel.org/admin-guide/cgroup-v2.html), which containers and batch systems set.
     The page cache counts as free because the kernel can reclaim it; swap does not.
 
@@ -34,26 +25,22 @@ def read_host_memory(root: Path = Path("/")) -> tuple[int | None, int | None]:
         limits = [(1024 * meminfo_kib["MemTotal"], 1024 * meminfo_kib["MemAvailable"])]
     except (OSError, ValueError, LookupError):  # not Linux, or Linux before 2014
         return None, None
-    for folder, version in _list_cgroups(root):
-        limit_file, usage_file, prefix = CGROUP_FILES[version]
+    for folder in _list_cgroups(root):
         try:
-            limit, used = (int((folder / file).read_text()) for file in (limit_file, usage_file))
+            limit, used = (
+                int((folder / f"memory.{name}").read_text()) for name in ("max", "current")
+            )
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            used -= sum(int(stat[f"{prefix}{name}_file"]) for name in ("active", "inactive"))
-        except (
-            OSError,
-            ValueError,
-            LookupError,
-        ):  # the limit is "max", or the cgroup is not visible
+            used -= sum(int(stat[f"{name}_file"]) for name in ("active", "inactive"))
+        except (OSError, ValueError, LookupError):  # no limit, or the cgroup is not visible
             continue
-        if limit < NO_LIMIT:
-            limits.append((limit, max(limit - used, 0)))
+        limits.append((limit, max(limit - used, 0)))
     totals, free = zip(*limits, strict=True)
     return min(totals), min(free)
 
 
-def _list_cgroups(root: Path) -> Iterator[tuple[Path, int]]:
-    """Yield the folders of this process's cgroups and their ancestors, with the version.
+def _list_cgroups(root: Path) -> Iterator[Path]:
+    """Yield the folders of this process's cgroup and its ancestors.
 
     In a container, /proc may show the host's path. In that case only the last folder exists: the
     root of the mount, which is the container's cgroup.
@@ -62,15 +49,7 @@ def _list_cgroups(root: Path) -> Iterator[tuple[Path, int]]:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
         return
-    mounts = root / "sys/fs/cgroup"
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        group_path = PurePosixPath(path.lstrip("/"))
-        if not controllers:  # version 2, alone or next to version 1
-            bases, version = [mounts, mounts / "unified"], 2
-        elif "memory" in controllers.split(","):
-            bases, version = [mounts / "memory"], 1
-        else:
-            continue
-        for base in bases:
-            yield from ((base / group, version) for group in (group_path, *group_path.parents))
+    path = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    group = PurePosixPath(path)
+    for folder in (group, *group.parents):
+        yield root / "sys/fs/cgroup" / folder

@@ -144,11 +144,6 @@ class Phase:
         """Name of the moment with the highest memory use."""
         return max(self.moments, key=lambda name: sum(self.moments[name].values()))
 
-    def list_largest_terms(self, count: int) -> list[tuple[str, int]]:
-        """Return the `count` largest terms at the peak, largest first."""
-        terms = self.persistent | self.moments[self.moment]
-        return sorted(terms.items(), key=lambda term: -term[1])[:count]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:

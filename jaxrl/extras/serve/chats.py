@@ -22,9 +22,9 @@ from cachetools import LRUCache
 
 from jaxrl.data.chat_template import check_result_order
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.envs.protocol import MalformedCall, ParsedCall, mask_calls, parse_tool_calls
+from jaxrl.envs.protocol import MalformedCall, mask_calls, parse_tool_calls
 from jaxrl.extras.serve.errors import ContextLengthError, RequestError
-from jaxrl.utils.json_io import is_too_deep, parse_json, to_finite_float
+from jaxrl.utils.json_io import parse_json, to_finite_float
 from jaxrl.utils.text import replace_surrogates
 
 CALL_TAG = "<tool_call>"
@@ -41,11 +41,6 @@ class ToolCall:
     name: str
     arguments: Any
     id: str = ""
-
-    def to_template_call(self) -> dict[str, Any]:
-        """Convert the call to the chat template's format."""
-        function = {"name": self.name, "arguments": self.arguments}
-        return {"type": "function", "function": function, **({"id": self.id} if self.id else {})}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +75,14 @@ class ChatMessage:
 
     def to_template_message(self) -> dict[str, Any]:
         """Convert the message to the chat template's format."""
-        calls = [call.to_template_call() for call in self.calls]
-        fields = {**self.extra, **({"tool_calls": calls} if calls else {})}
-        return {"role": self.role, "content": self.content, **fields}
+        message: dict[str, Any] = {"role": self.role, "content": self.content, **self.extra}
+        calls = []
+        for call in self.calls:
+            function = {"name": call.name, "arguments": call.arguments}
+            calls.append({"type": "function", "function": function})
+            if call.id:
+                calls[-1]["id"] = call.id
+        return {**message, "tool_calls": calls} if calls else message
 
 
 def parse_arguments(value: Any) -> Any:
@@ -133,37 +133,26 @@ def _convert_to_double(scalar: Any) -> Any:
 def parse_reply(text: str, *, has_tools: bool) -> ChatMessage:
     """Parse a completion into text and tool calls.
 
-    If any call cannot be parsed, or could not be sent back unchanged, all calls are left as text.
+    If any call cannot be parsed, or contains a number that JSON clients cannot represent, all calls
+    are left as text.
     """
-    calls = [_to_client_call(call) for call in parse_tool_calls(text).calls] if has_tools else []
-    client_calls = tuple(call for call in calls if call is not None)
-    if calls and len(client_calls) == len(calls):
-        # Ignore calls inside thoughts, and tags inside the JSON of calls.
-        masked = mask_calls(text)
-        start = masked.index(CALL_TAG, masked.rfind("</think>") + 1)
-        return ChatMessage(role="assistant", content=text[:start].rstrip(), calls=client_calls)
-    return ChatMessage(role="assistant", content=text)
-
-
-def _to_client_call(call: ParsedCall | MalformedCall) -> ToolCall | None:
-    """Convert a parsed call for clients.
-
-    Returns None for a malformed call, or if a client could not send the call back in a request.
-    """
-    if not isinstance(call, ParsedCall):
-        return None
-    try:
-        arguments = map_json(sanitize_scalar, call.arguments)
-        # Clients send arguments back in a body of `/v1/messages`, whose nesting depth is limited.
-        body = {"messages": [{"content": [{"input": arguments}]}]}
-        is_too_deep_to_send = is_too_deep(json.dumps(body), body)
-    except (ValueError, RecursionError):
-        return None
-    return (
-        None
-        if is_too_deep_to_send
-        else ToolCall(name=replace_surrogates(call.tool), arguments=arguments)
-    )
+    plain = ChatMessage(role="assistant", content=text)
+    parsed = parse_tool_calls(text).calls if has_tools else ()
+    if not parsed:
+        return plain
+    calls = []
+    for call in parsed:
+        if isinstance(call, MalformedCall):
+            return plain
+        try:
+            arguments = map_json(sanitize_scalar, call.arguments)
+        except ValueError:
+            return plain
+        calls.append(ToolCall(name=replace_surrogates(call.tool), arguments=arguments))
+    # Ignore calls inside thoughts, and tags inside the JSON of calls.
+    masked = mask_calls(text)
+    start = masked.index(CALL_TAG, masked.rfind("</think>") + 1)
+    return ChatMessage(role="assistant", content=text[:start].rstrip(), calls=tuple(calls))
 
 
 class ChatHistory:

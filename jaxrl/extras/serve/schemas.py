@@ -221,10 +221,6 @@ class ToolCallBody(Body, extra="forbid"):
     index: int = 0
     function: FunctionCall
 
-    def to_call(self) -> ToolCall:
-        """Convert the call for the chat history."""
-        return ToolCall(name=self.function.name, arguments=self.function.arguments, id=self.id)
-
 
 class MessageBody(Body, extra="allow"):
     """Chat message. The chat template receives undeclared fields."""
@@ -235,10 +231,14 @@ class MessageBody(Body, extra="allow"):
 
     def to_message(self) -> ChatMessage:
         """Convert the message for the chat history."""
+        calls = [
+            ToolCall(name=call.function.name, arguments=call.function.arguments, id=call.id)
+            for call in self.tool_calls
+        ]
         return ChatMessage(
             role="system" if self.role == "developer" else self.role,
             content=join_text(self.content),
-            calls=tuple(call.to_call() for call in self.tool_calls),
+            calls=tuple(calls),
             extra=self.model_extra or {},
         )
 

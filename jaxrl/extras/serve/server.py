@@ -284,8 +284,7 @@ class Endpoint:
         return JSONResponse({"status": "ok"})
 
     async def _get_health(self, request: Request) -> Response:
-        status = "damaged" if self.worker.has_nan else "ok"
-        status = status if self.worker.is_alive else "ended"
+        status = "ok" if self.worker.is_alive else "ended"
         status = "ending" if self.worker.is_shutting_down else status
         return JSONResponse({"status": status}, 200 if status == "ok" else 503)
 

@@ -42,8 +42,6 @@ COUNTERS = (
 )
 """Counters in `/metrics`, counted from the start of the server."""
 
-NAN_MESSAGE = "the model returns NaN: its weights are damaged."
-
 JOIN_S = 10.0
 """Seconds to wait at shutdown for the current chunk to finish."""
 
@@ -154,7 +152,6 @@ class Worker:
         self.engine = engine
         self.stats = Counter(dict.fromkeys(COUNTERS, 0))
         self.version = 0  # version of the weights
-        self.has_nan = False  # a log-probability was not finite
         self.failure: Exception | None = None  # latest engine error since `resume`
         self._vocab_bytes, self._eos_ids = vocab_bytes, frozenset(eos_ids)
         self._max_queue = max_queue
@@ -448,14 +445,6 @@ class Worker:
     def _process_event(self, event: Event) -> None:
         """Append sampled tokens to their job and send them; cache the row of a finished job."""
         job = self._jobs[event.request]
-        if not np.isfinite(event.logprobs).all():
-            del self._jobs[event.request]
-            self.engine.finish(event.request)
-            if not self.has_nan:
-                _log(NAN_MESSAGE)
-            self.has_nan = True
-            self._abort_job(job, FAILED, NAN_MESSAGE)
-            return
         ids, reason, text_bytes = self._truncate_at_stop(job, event)
         job.token_ids += ids
         if reason:

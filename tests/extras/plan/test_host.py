@@ -22,14 +22,13 @@ def system(tmp_path):
     return write
 
 
-def group(folder, version, *, limit, used, files=0):
+def group(folder, *, limit, used, files=0):
     """The files of a control group, sizes in MiB."""
-    size = f"{limit * MIB}" if limit else {1: "9223372036854771712", 2: "max"}[version]
-    names = {1: ("limit_in_bytes", "usage_in_bytes", "total_"), 2: ("max", "current", "")}[version]
     half = files * MIB // 2
-    stat = f"anon 5\n{names[2]}inactive_file {half}\n{names[2]}active_file {half}\n"
+    stat = f"anon 5\ninactive_file {half}\nactive_file {half}\n"
     at = f"sys__fs__cgroup__{folder}memory_dot_"
-    return {f"{at}{names[0]}": size, f"{at}{names[1]}": f"{used * MIB}", f"{at}stat": stat}
+    size = f"{limit * MIB}" if limit else "max"
+    return {f"{at}max": size, f"{at}current": f"{used * MIB}", f"{at}stat": stat}
 
 
 def in_mib(sizes):
@@ -44,25 +43,18 @@ def test_without_control_groups(system, tmp_path):
     assert system() == (None, None)
 
 
-def test_a_container_of_version_2(system):
+def test_a_container(system):
     # 4096 of which 1536 are used, 512 of these by files that the system can take back.
-    files = group("", 2, limit=4096, used=1536, files=512)
+    files = group("", limit=4096, used=1536, files=512)
     assert in_mib(system(proc__self__cgroup="0::/\n", **files)) == [4096, 3072]
 
 
 def test_the_tightest_of_nested_groups(system):
     path = {"proc__self__cgroup": "0::/job/step\n"}
-    system(**path, **group("job__step__", 2, limit=0, used=100))
+    system(**path, **group("job__step__", limit=0, used=100))
     assert in_mib(system()) == [8192, 6144]
-    system(**group("job__", 2, limit=5000, used=2000))
+    system(**group("job__", limit=5000, used=2000))
     assert in_mib(system()) == [5000, 3000]
     # Used up: more than the limit, for a moment.
-    system(**group("job__step__", 2, limit=100, used=101))
+    system(**group("job__step__", limit=100, used=101))
     assert in_mib(system()) == [100, 0]
-
-
-def test_a_container_of_version_1_sees_itself_at_the_root(system):
-    lines = "5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n0::/docker/abc\n"
-    files = group("memory__", 1, limit=2048, used=1024, files=256)
-    assert in_mib(system(proc__self__cgroup=lines, **files)) == [2048, 1280]
-    assert in_mib(system(**group("memory__", 1, limit=0, used=1024))) == [8192, 6144]

@@ -80,7 +80,7 @@ class AgentProcess(ChildProcess):
     Attributes:
         folder: Temporary folder. Its name marks all processes that the agents start.
         episodes: Monotonic time at which each episode was stopped, by name; 0 while it is running.
-        num_left: Number of running abandoned agents.
+        num_abandoned: Number of abandoned agents that still run.
         is_ready: True if the agent is loaded and the process accepts episodes.
     """
 

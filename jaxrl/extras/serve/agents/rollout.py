@@ -91,7 +91,7 @@ class _RunningGroup:
 
     @property
     def ended_at(self) -> float:
-        """Return the monotonic time at which the last episode ended."""
+        """Monotonic time at which the last episode ended."""
         return max(episode.ended_at or 0.0 for episode in self.episodes)
 
 

@@ -70,7 +70,7 @@ class SampledTurn:
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """Return the prompt and sampled ids."""
+        """Prompt ids and sampled ids."""
         return self.prompt_ids + self.output.token_ids
 
 
@@ -87,7 +87,7 @@ class AgentSession:
         reward: Reward of the episode; None until it is set.
         conflict: Description of two conflicting rewards; "" if there is no conflict.
         warning: Description of a rejected reward, for the run's log; "" if none was rejected.
-        is_spent: True if a request was rejected because the tokens or turns were used up.
+        is_out_of_budget: True if a request was rejected because tokens or turns were used up.
     """
 
     def __init__(
