@@ -105,10 +105,10 @@ def wanted(family, fields):
             "renormalize": theirs.norm_topk_prob,
             "expert_layers": tuple(i for i in experts if i not in theirs.mlp_only_layers),
         }
-    return expected | (wanted_tower(theirs) if hasattr(theirs, "vision_config") else {})
+    return expected | (expected_tower(theirs) if hasattr(theirs, "vision_config") else {})
 
 
-def wanted_tower(theirs):
+def expected_tower(theirs):
     tower = theirs.vision_config
     return {
         "video_id": theirs.video_token_id,

@@ -54,9 +54,9 @@ def test_logits_are_products_with_the_float32_table(tied, method):
     for head in ("", "float32"):
         config = build_config(tied=tied, head=head)
         params = draw_params(config)
-        wanted = np.asarray(HIDDEN, np.float64) @ output_table(config, params)
-        got = logits(config, getattr(config, method)(params, jnp.bfloat16))
-        distances[head] = np.abs(got - wanted).max() / np.abs(wanted).max()
+        expected = np.asarray(HIDDEN, np.float64) @ output_table(config, params)
+        actual = logits(config, getattr(config, method)(params, jnp.bfloat16))
+        distances[head] = np.abs(actual - expected).max() / np.abs(expected).max()
     # A sum of 64 products in float32, or of a table rounded to 8 bits.
     assert distances["float32"] < 1e-6
     assert distances[""] > 1e-3
@@ -91,13 +91,16 @@ def test_gradients_are_those_of_float32_products(tied):
             jnp.asarray(logits_gradient)
         )
         assert hidden_gradient.dtype == BFLOAT16
-        wanted = logits_gradient.astype(np.float64) @ output_table(config, params).T
+        expected = logits_gradient.astype(np.float64) @ output_table(config, params).T
         # Computed in float64 and rounded once to 8 bits: off by at most 2 ** -8.
-        near = np.abs(np.asarray(hidden_gradient, np.float64) - wanted) <= np.abs(wanted) * 2**-7.99
+        near = (
+            np.abs(np.asarray(hidden_gradient, np.float64) - expected)
+            <= np.abs(expected) * 2**-7.99
+        )
         assert near.all() == bool(head)
-        wanted = np.asarray(HIDDEN, np.float64).T @ logits_gradient
-        got = output_table(config, params_gradient)
-        distances[head] = np.abs(got - wanted).max() / np.abs(wanted).max()
+        expected = np.asarray(HIDDEN, np.float64).T @ logits_gradient
+        actual = output_table(config, params_gradient)
+        distances[head] = np.abs(actual - expected).max() / np.abs(expected).max()
     assert distances["float32"] < 1e-6
     assert distances[""] > 1e-4
 
@@ -107,11 +110,11 @@ def test_head_dtype_changes_nothing_in_a_float32_model():
     plain, wide = (build_config(tied=True, head=head) for head in ("", "float32"))
     params = draw_params(plain)
     for method in ("weights_for_decoding", "weights_for_training"):
-        got, wanted = (
+        actual, expected = (
             logits(config, getattr(config, method)(params, jnp.float32), hidden)
             for config in (wide, plain)
         )
-        np.testing.assert_array_equal(got, wanted)
+        np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.parametrize(
@@ -133,10 +136,12 @@ def test_the_frozen_table_below_an_adapter_is_multiplied_in_float32(base_dtype, 
     draw = lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype)  # noqa: E731
     trained, base = (jax.tree.map(draw, part.abstract_params()) for part in adapter.param_specs())
     params = merge_params(base, trained)
-    wanted = np.asarray(HIDDEN, np.float64) @ output_table(config, params)
+    expected = np.asarray(HIDDEN, np.float64) @ output_table(config, params)
     for method in ("weights_for_training", "weights_for_decoding"):
         weights = getattr(adapter, method)(params, jnp.bfloat16)
-        np.testing.assert_allclose(logits(adapter, weights), wanted, atol=1e-5 * abs(wanted).max())
+        np.testing.assert_allclose(
+            logits(adapter, weights), expected, atol=1e-5 * abs(expected).max()
+        )
     assert weights["lm_head"]["kernel"].dtype == FLOAT32
 
 
@@ -147,12 +152,12 @@ def test_experts_and_vision_models_support_it(name):
         settings(**{"model.dtype": "bfloat16", "model.head_dtype": "float32"}), config
     )
     hidden = jnp.asarray(np.random.default_rng(0).normal(size=(5, config.width)), jnp.bfloat16)
-    wanted = np.asarray(hidden, np.float64) @ output_table(config, params)
+    expected = np.asarray(hidden, np.float64) @ output_table(config, params)
     for method in ("weights_for_decoding", "weights_for_training"):
-        got = logits(config, getattr(config, method)(params, jnp.bfloat16), hidden)
-        is_allowed = got > -1e30  # vision models mask some ids
+        actual = logits(config, getattr(config, method)(params, jnp.bfloat16), hidden)
+        is_allowed = actual > -1e30  # vision models mask some ids
         assert is_allowed.mean() > 0.9
-        assert np.abs(got - wanted)[is_allowed].max() < 1e-5 * np.abs(wanted).max()
+        assert np.abs(actual - expected)[is_allowed].max() < 1e-5 * np.abs(expected).max()
 
 
 def test_an_architecture_without_it_is_refused():

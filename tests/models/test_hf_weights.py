@@ -87,8 +87,8 @@ def test_kernels_are_transposed():
     tensors = load_file(folder / "model.safetensors")
     q = params["blocks"]["attention"]["q"]
     assert q["kernel"].shape == (2, 48, 48)
-    wanted = tensors["model.layers.1.self_attn.q_proj.weight"]
-    np.testing.assert_array_equal(q["kernel"][1, :, 5], wanted[5])
+    expected = tensors["model.layers.1.self_attn.q_proj.weight"]
+    np.testing.assert_array_equal(q["kernel"][1, :, 5], expected[5])
     np.testing.assert_array_equal(q["bias"][1], tensors["model.layers.1.self_attn.q_proj.bias"])
     np.testing.assert_array_equal(
         params["embed"]["embedding"], tensors["model.embed_tokens.weight"]

@@ -45,13 +45,13 @@ def test_write_tokens(order, start, counts):
     counts = [min(count, M * PAGE - first) for count, first in zip(counts, start, strict=True)]
     tables = np.array(order[: B * M], np.int32).reshape(B, M)
     pages, new = numbered(P, K, PAGE, H), numbered(B, K, C, H, start=1000)
-    wanted = pages.copy()
+    expected = pages.copy()
     for row in range(B):
         for c in range(counts[row]):
             position = start[row] + c
-            wanted[tables[row, position // PAGE], :, position % PAGE] = new[row, :, c]
-    got = write_tokens(pages, tables, np.array(start), np.array(counts), new)
-    np.testing.assert_array_equal(got, wanted)
+            expected[tables[row, position // PAGE], :, position % PAGE] = new[row, :, c]
+    actual = write_tokens(pages, tables, np.array(start), np.array(counts), new)
+    np.testing.assert_array_equal(actual, expected)
 
 
 def test_no_page_writes_nothing():
@@ -59,18 +59,18 @@ def test_no_page_writes_nothing():
     tables, start, counts = np.full((B, M), P), np.zeros(B, int), np.full(B, C)
     np.testing.assert_array_equal(write_tokens(pages, tables, start, counts, new), pages)
     targets = np.array([P, 2, P])
-    wanted = pages.copy()
-    wanted[2] = new[1, :, :PAGE]
-    got = write_pages(pages, targets, np.stack([new[0, :, :PAGE], new[1, :, :PAGE]] * 2)[:3])
-    np.testing.assert_array_equal(got, wanted)
+    expected = pages.copy()
+    expected[2] = new[1, :, :PAGE]
+    actual = write_pages(pages, targets, np.stack([new[0, :, :PAGE], new[1, :, :PAGE]] * 2)[:3])
+    np.testing.assert_array_equal(actual, expected)
 
 
 @few
 @given(st.lists(st.integers(0, P), min_size=4, max_size=4))
 def test_read_pages(sources):
     pages = numbered(P, K, PAGE, H)
-    got = np.asarray(read_pages(pages, np.array(sources)))
+    actual = np.asarray(read_pages(pages, np.array(sources)))
     for index, page in enumerate(sources):
         if page < P:
-            np.testing.assert_array_equal(got[index], pages[page])
-    assert np.isin(got, pages).all()  # "no page" reads any page
+            np.testing.assert_array_equal(actual[index], pages[page])
+    assert np.isin(actual, pages).all()  # "no page" reads any page

@@ -159,9 +159,9 @@ def test_exported_models_agree_with_transformers(tmp_path, seed, make):
     model = torch_model(tmp_path / "hf")
     token_ids = np.random.default_rng(seed).integers(0, config.vocab_size, (2, 33))
     with torch.no_grad():
-        wanted = model(torch.tensor(token_ids)).logits.numpy()
-    got = compute_logits(params, config, jnp.asarray(token_ids))
-    np.testing.assert_allclose(got, wanted, atol=1e-4, rtol=0)
+        expected = model(torch.tensor(token_ids)).logits.numpy()
+    actual = compute_logits(params, config, jnp.asarray(token_ids))
+    np.testing.assert_allclose(actual, expected, atol=1e-4, rtol=0)
 
     prompts = token_ids[:, :9]
     generated = model.generate(
@@ -190,18 +190,18 @@ def test_import_train_and_export_of_a_model_from_transformers(tmp_path, dtype):
     params = load_hf(tmp_path / "source")
     token_ids = np.arange(40).reshape(2, 20)
     with torch.no_grad():
-        wanted = model.float()(torch.tensor(token_ids)).logits.numpy()
+        expected = model.float()(torch.tensor(token_ids)).logits.numpy()
     np.testing.assert_allclose(
-        compute_logits(params, config, jnp.asarray(token_ids)), wanted, atol=1e-4, rtol=0
+        compute_logits(params, config, jnp.asarray(token_ids)), expected, atol=1e-4, rtol=0
     )
 
     trained = jax.tree.map(lambda leaf: 1.25 * leaf, params)
     save_hf(trained, config, tmp_path / "export", source=tmp_path / "source")
     exported = load_hf(tmp_path / "export")  # rounded to the source's dtype
     with torch.no_grad():
-        wanted = torch_model(tmp_path / "export")(torch.tensor(token_ids)).logits.numpy()
+        expected = torch_model(tmp_path / "export")(torch.tensor(token_ids)).logits.numpy()
     np.testing.assert_allclose(
-        compute_logits(exported, config, jnp.asarray(token_ids)), wanted, atol=1e-4, rtol=0
+        compute_logits(exported, config, jnp.asarray(token_ids)), expected, atol=1e-4, rtol=0
     )
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     assert loaded.dtype == getattr(torch, dtype)
@@ -217,5 +217,5 @@ def test_logits_at_far_positions(tmp_path, scaling):
     positions = torch.arange(3000, 3040)[None]
     with torch.no_grad():
         out = torch_model(tmp_path / "hf")(torch.tensor(token_ids), position_ids=positions)
-    got = compute_logits(params, config, jnp.asarray(token_ids), offset=3000)
-    np.testing.assert_allclose(got, out.logits.numpy(), atol=1e-4, rtol=0)
+    actual = compute_logits(params, config, jnp.asarray(token_ids), offset=3000)
+    np.testing.assert_allclose(actual, out.logits.numpy(), atol=1e-4, rtol=0)

@@ -62,8 +62,8 @@ def values_and_gradients(compute, table, hidden, targets, weights, temperature):
     return *values, *gradients
 
 
-def assert_all_close(got, wanted):
-    for x, y in zip(got, wanted, strict=True):
+def assert_all_close(actual, expected):
+    for x, y in zip(actual, expected, strict=True):
         scale = max(1.0, float(np.abs(y).max()))
         np.testing.assert_allclose(x, y, atol=1e-6 * scale, rtol=1e-6)
 
@@ -74,8 +74,8 @@ def test_blocks_change_nothing_at_random_sizes():
         inputs = draw_inputs(rng, int(rng.integers(20, 40)), int(rng.integers(10, 90)), 8)
         temperature = float(rng.uniform(0.5, 2))
         layer = build_layer(one_device_mesh(), chunk=chunk, block=block)
-        got = values_and_gradients(blockwise(layer), *inputs, temperature)
-        assert_all_close(got, values_and_gradients(dense, *inputs, temperature))
+        actual = values_and_gradients(blockwise(layer), *inputs, temperature)
+        assert_all_close(actual, values_and_gradients(dense, *inputs, temperature))
 
 
 def check_with_a_split_vocabulary():
@@ -86,7 +86,7 @@ def check_with_a_split_vocabulary():
     hidden, targets = hidden.reshape(2, 12, 8), targets.reshape(2, 12)
     inputs = hidden, targets, weights.reshape(2, 2, 12), 0.7
     for entropy_gradient in (False, True):
-        got, wanted = (
+        actual, expected = (
             values_and_gradients(
                 blockwise(
                     build_layer(mesh, chunk=8, block=block, entropy_gradient=entropy_gradient)
@@ -96,8 +96,8 @@ def check_with_a_split_vocabulary():
             )
             for block in (3, sys.maxsize)
         )
-        assert_all_close(got, wanted)
-    assert_all_close(got, values_and_gradients(dense, table, *inputs))
+        assert_all_close(actual, expected)
+    assert_all_close(actual, values_and_gradients(dense, table, *inputs))
 
 
 def test_blocks_change_nothing_with_a_split_vocabulary():

@@ -38,33 +38,33 @@ def as_rows(token_ids):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_packed_embeddings_first_layer_and_logits(name):
-    config, params, wanted = load_golden(name)
-    token_ids, positions, _ = as_rows(wanted["token_ids"])
+    config, params, expected = load_golden(name)
+    token_ids, positions, _ = as_rows(expected["token_ids"])
     segment_ids = jnp.array([[1], [2]]) * jnp.ones_like(token_ids)
     row = [x.reshape(1, -1) for x in (token_ids, positions, segment_ids)]
     embeddings = params["embed"]["embedding"][token_ids]
-    np.testing.assert_array_equal(embeddings, wanted["embeddings"])
+    np.testing.assert_array_equal(embeddings, expected["embeddings"])
 
     # One layer and a final norm of scale 1, since the reference's hidden state precedes the norm.
     one_layer = {**params, "blocks": jax.tree.map(lambda leaf: leaf[:1], params["blocks"])}
     one_layer["norm"] = {"scale": jnp.ones(config.width)}
     first = full_pass(config, one_layer, *row)
-    x = wanted["first_layer"]
+    x = expected["first_layer"]
     normed = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + config.rms_norm_eps)
     np.testing.assert_allclose(first.reshape(normed.shape), normed, atol=1e-5)
 
     hidden = full_pass(config, params, *row)
     logits = config.unembed(params, hidden, num_tokens=config.vocab_size)
     assert logits.dtype == jnp.float32
-    logits = logits.reshape(wanted["logits"].shape)
-    np.testing.assert_allclose(logits, wanted["logits"], atol=1e-4, rtol=0)
+    logits = logits.reshape(expected["logits"].shape)
+    np.testing.assert_allclose(logits, expected["logits"], atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_prefill_in_two_chunks_then_decode(name):
     # 7 tokens, 5 more (padded to 8), and the last 8 one by one, over shuffled pages.
-    config, params, wanted = load_golden(name)
-    token_ids = jnp.asarray(wanted["token_ids"])
+    config, params, expected = load_golden(name)
+    token_ids = jnp.asarray(expected["token_ids"])
     B, T = token_ids.shape
     weights = config.weights_for_decoding(params, jnp.float32)
     tables = jnp.arange(B * 5)[::-1].reshape(B, 5)
@@ -77,7 +77,7 @@ def test_prefill_in_two_chunks_then_decode(name):
         hidden, cache = read(config, weights, cache, tables, jnp.full(B, start), counts, chunk)
         last = hidden[:, end - start - 1]
         logits = config.unembed(weights, last, num_tokens=config.vocab_size)
-        np.testing.assert_allclose(logits, wanted["logits"][:, end - 1], atol=1e-4, rtol=0)
+        np.testing.assert_allclose(logits, expected["logits"][:, end - 1], atol=1e-4, rtol=0)
 
 
 def test_bfloat16_weights_are_loaded_in_float32():
@@ -102,8 +102,8 @@ def test_frequencies_of_scaled_rope():
             )
         )
         scaling = config.rope_scaling
-        got = scaling.compute_frequencies(config.head_dim, config.rope_theta)
-        np.testing.assert_allclose(got, case["frequencies"], rtol=3e-7)
+        actual = scaling.compute_frequencies(config.head_dim, config.rope_theta)
+        np.testing.assert_allclose(actual, case["frequencies"], rtol=3e-7)
         assert scaling.attention_factor == pytest.approx(case["attention_factor"], rel=1e-12)
         assert QwenConfig.from_dict(config.hf_config()) == config
         only_old = {k: v for k, v in config.hf_config().items() if k != "rope_parameters"}
@@ -111,7 +111,7 @@ def test_frequencies_of_scaled_rope():
 
 
 @pytest.mark.parametrize(
-    ("rope", "wanted"),
+    ("rope", "expected"),
     [
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1000}, 4096),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}, 16384),
@@ -122,11 +122,11 @@ def test_frequencies_of_scaled_rope():
         ),  # max_position_embeddings is the scaled length
     ],
 )
-def test_longest_sequence_of_scaled_rope(rope, wanted):
+def test_longest_sequence_of_scaled_rope(rope, expected):
     fields = read_fields("qwen3_untied", max_position_embeddings=4096, rope_parameters=rope)
     config = QwenConfig.from_dict(fields)
-    assert config.max_positions == wanted
-    assert QwenConfig.from_dict(config.hf_config()).max_positions == wanted
+    assert config.max_positions == expected
+    assert QwenConfig.from_dict(config.hf_config()).max_positions == expected
 
 
 def test_null_equals_absent():

@@ -55,10 +55,10 @@ def test_logprobs_and_entropies_are_those_of_a_dense_softmax():
         row[: len(sequence.token_ids)] = sequence.token_ids
     for temperature in (1.0, 0.5):
         logprobs, entropies = compute(temperature)
-        wanted = dense(token_ids, temperature)
+        expected = dense(token_ids, temperature)
         for index, length in enumerate(LENGTHS):
-            for got, want in zip((logprobs, entropies), wanted, strict=True):
-                values = gather(micro, got, index)
+            for actual, want in zip((logprobs, entropies), expected, strict=True):
+                values = gather(micro, actual, index)
                 assert values[0] == 0
                 np.testing.assert_allclose(values, want[index, :length], atol=2e-5, rtol=1e-5)
         assert (np.asarray(entropies)[micro.positions > 0] > 1e-3).all()
@@ -91,10 +91,10 @@ def test_only_tokens_with_loss_are_measured():
     micro = replace(whole, loss_mask=whole.loss_mask & (whole.token_ids % 3 == 0))
     share = float(micro.loss_mask.mean())
     assert 0.2 < share < 0.5
-    wanted = jax.jit(tiny_model().token_logprobs)(PARAMS, whole, temperature=1.0)
+    expected = jax.jit(tiny_model().token_logprobs)(PARAMS, whole, temperature=1.0)
     compute = partial(tiny_model().token_logprobs, temperature=1.0, logit_capacity=2)
-    for got, want in zip(jax.jit(compute)(PARAMS, micro), wanted, strict=True):
-        np.testing.assert_allclose(got, want * micro.loss_mask, atol=2e-6, rtol=1e-6)
+    for actual, want in zip(jax.jit(compute)(PARAMS, micro), expected, strict=True):
+        np.testing.assert_allclose(actual, want * micro.loss_mask, atol=2e-6, rtol=1e-6)
 
 
 def test_entropies_have_no_gradient_when_disabled():

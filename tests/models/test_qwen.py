@@ -37,15 +37,15 @@ def random_ids(*shape, seed=0):
     return np.random.default_rng(seed).integers(0, 250, shape).astype(np.int32)
 
 
-def assert_close(got, wanted):
-    np.testing.assert_allclose(got, wanted, atol=2e-5, rtol=0)
+def assert_close(actual, expected):
+    np.testing.assert_allclose(actual, expected, atol=2e-5, rtol=0)
 
 
 def test_prefill_and_decode_at_different_positions_equal_the_full_pass():
     # Three rows: prompts of 3, 9 and 6 tokens, then 4, 2 and 5 tokens of an observation, then three
     # single tokens of two of them. Padding and stale pages are garbage.
     token_ids = random_ids(3, 17)
-    wanted = full(token_ids)
+    expected = full(token_ids)
     empty = kv_cache.allocate(TINY, 15, 4, jnp.float32)
     cache = jax.tree.map(lambda x: jnp.full_like(x, GARBAGE), empty)
     tables = jnp.asarray(np.random.default_rng(3).permutation(15).reshape(3, 5))
@@ -62,7 +62,7 @@ def test_prefill_and_decode_at_different_positions_equal_the_full_pass():
         hidden, cache = read(WEIGHTS, cache, tables[rows], jnp.asarray(start[rows]), counts, chunk)
         for index, row in enumerate(rows):
             end = start[row] + lengths[index]
-            assert_close(hidden[index, : lengths[index]], wanted[row, start[row] : end])
+            assert_close(hidden[index, : lengths[index]], expected[row, start[row] : end])
         start[rows] += lengths
 
     append(np.arange(3), np.array([3, 9, 6]), 10)
@@ -76,9 +76,9 @@ def test_a_token_reads_only_earlier_tokens_of_its_segment():
     alone = full(token_ids)
     changed = token_ids.copy()
     changed[0, 8] += 1
-    got = full(changed)
-    np.testing.assert_array_equal(got[0, :8], alone[0, :8])
-    assert (np.abs(got[0, 8:] - alone[0, 8:]).max(axis=-1) > 1e-3).all()
+    actual = full(changed)
+    np.testing.assert_array_equal(actual[0, :8], alone[0, :8])
+    assert (np.abs(actual[0, 8:] - alone[0, 8:]).max(axis=-1) > 1e-3).all()
 
     # After another sequence and before padding.
     before = random_ids(1, 5, seed=1)
@@ -102,14 +102,14 @@ def gradient_and_residuals(remat, scan):
 
 
 def test_remat_and_unrolled_layers_change_no_gradient():
-    wanted, size = gradient_and_residuals("none", True)
+    expected, size = gradient_and_residuals("none", True)
     sizes = {"none": size}
     for remat in ("dots", "names", "full", "offload"):
         gradient, sizes[remat] = gradient_and_residuals(remat, True)
-        assert relative_distance(gradient, wanted) < 1e-6
+        assert relative_distance(gradient, expected) < 1e-6
     for remat in ("none", "names", "offload"):
         gradient, _ = gradient_and_residuals(remat, False)
-        assert relative_distance(gradient, wanted) < 1e-6
+        assert relative_distance(gradient, expected) < 1e-6
     # Per layer and token: q, k, v, o and the MLP's inner products; `names` adds attention's result
     # and its log-sum-exp.
     layers = {name: (size - sizes["full"]) / 2 / 48 for name, size in sizes.items()}
@@ -182,8 +182,8 @@ def test_every_parameter_is_declared_with_its_axes(settings):
 def test_rms_norm_by_hand():
     # The root mean square of 3, 4 is sqrt(12.5).
     x = jnp.array([3.0, 4.0])
-    got = decoder.rms_norm(x, jnp.array([1.0, 2.0]), 0.0)
-    np.testing.assert_allclose(got, np.array([3.0, 8.0]) / np.sqrt(12.5), rtol=1e-6)
+    actual = decoder.rms_norm(x, jnp.array([1.0, 2.0]), 0.0)
+    np.testing.assert_allclose(actual, np.array([3.0, 8.0]) / np.sqrt(12.5), rtol=1e-6)
     # In bfloat16 the square of 300 and the sum would lose digits; the norm is computed in float32.
     half = jnp.full(256, 300.0, jnp.bfloat16)
     assert decoder.rms_norm(half, jnp.ones(256, jnp.bfloat16), 1e-6).dtype == jnp.bfloat16
@@ -197,5 +197,5 @@ def test_rope_by_hand():
     turned = decoder.rope(
         jnp.ones((3, 1, 1)) * jnp.array([1.0, 0.0]), decoder.compute_rope_angles(positions, config)
     )
-    wanted = np.stack([np.cos(positions), np.sin(positions)], axis=-1)[:, None]
-    np.testing.assert_allclose(turned, wanted, atol=1e-6)
+    expected = np.stack([np.cos(positions), np.sin(positions)], axis=-1)[:, None]
+    np.testing.assert_allclose(turned, expected, atol=1e-6)

@@ -30,8 +30,8 @@ baseline_jit = jax.jit(functools.partial(reinforce_plus_plus, baseline=True))
     ],
 )
 def test_one_group_by_hand(rewards, settings, expected):
-    got = grpo_jit(np.array(rewards, np.float32), np.full(4, 7, np.int32), **settings)
-    np.testing.assert_allclose(got, expected, atol=1e-6)
+    actual = grpo_jit(np.array(rewards, np.float32), np.full(4, 7, np.int32), **settings)
+    np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
 def test_groups_are_identified_by_id():
@@ -45,7 +45,7 @@ def test_no_variance_is_exactly_zero():
     # A mean of sixteen 2.99 is rounded; over an epsilon of 1e-8 the rest would be an advantage.
     rewards, ids = np.full(16, 2.99, np.float32), np.full(16, 3, np.int32)
     counts = np.full(16, 7)
-    for got in (
+    for actual in (
         grpo_jit(rewards, ids, **POPULATION),
         grpo_jit(rewards, ids, **NO_STD),
         plain_jit(rewards, ids, counts),
@@ -54,14 +54,14 @@ def test_no_variance_is_exactly_zero():
         # The last has no tokens: its distance over sqrt(1e-8) would be -39900.
         plain_jit(np.append(rewards[:15], np.float32(-1)), ids, np.append(counts[:15], 0)),
     ):
-        np.testing.assert_array_equal(got, np.zeros(16))
+        np.testing.assert_array_equal(actual, np.zeros(16))
 
 
 def test_a_nan_reward_stays_in_its_group():
     rewards = np.array([np.nan, 1, 1, 0, np.nan], np.float32)
-    got = np.asarray(grpo_jit(rewards, np.array([0, 0, 1, 1, -1]), **POPULATION))
-    assert np.isnan(got[:2]).all()
-    np.testing.assert_allclose(got[2:], [1, -1, 0], atol=1e-6)
+    actual = np.asarray(grpo_jit(rewards, np.array([0, 0, 1, 1, -1]), **POPULATION))
+    assert np.isnan(actual[:2]).all()
+    np.testing.assert_allclose(actual[2:], [1, -1, 0], atol=1e-6)
 
 
 def test_rloo_by_hand():
@@ -77,11 +77,11 @@ def test_reinforce_plus_plus_by_hand():
     rewards = np.array([2.5, 0.5, -1, -1, np.nan], np.float32)
     counts = np.array([2, 3, 1, 4, 9])
     # Ten tokens: mean .15, variance 18.025 / 9.
-    got = plain_jit(rewards, np.array([0, 0, 0, 0, -1]), counts)
-    np.testing.assert_allclose(got, [1.660548, 0.247316, -0.812609, -0.812609, 0], atol=1e-6)
+    actual = plain_jit(rewards, np.array([0, 0, 0, 0, -1]), counts)
+    np.testing.assert_allclose(actual, [1.660548, 0.247316, -0.812609, -0.812609, 0], atol=1e-6)
     # Less their group's means: 1, -1, 0, 0.
-    got = baseline_jit(rewards, np.array([0, 0, 1, 1, -1]), counts)
-    np.testing.assert_allclose(got, [1.490788, -1.219736, 0.135526, 0.135526, 0], atol=1e-6)
+    actual = baseline_jit(rewards, np.array([0, 0, 1, 1, -1]), counts)
+    np.testing.assert_allclose(actual, [1.490788, -1.219736, 0.135526, 0.135526, 0], atol=1e-6)
 
 
 def test_turns_by_hand():
@@ -92,8 +92,8 @@ def test_turns_by_hand():
     returns = compute_turn_returns(rest, turns, discount=1.0)
     np.testing.assert_array_equal(returns, [[1.5, 1.5, 0.5], [2, 2, 2], [13, 9, 9]])
     columns = {"rewards": returns, "group_ids": np.array([4, 4, -1])}
-    got = estimate_by_turn(rloo, ("rewards", "group_ids"), columns)
-    np.testing.assert_array_equal(got, [[-0.5, -0.5, -1.5], [0.5, 0.5, 1.5], [0, 0, 0]])
+    actual = estimate_by_turn(rloo, ("rewards", "group_ids"), columns)
+    np.testing.assert_array_equal(actual, [[-0.5, -0.5, -1.5], [0.5, 0.5, 1.5], [0, 0, 0]])
     halved = compute_turn_returns(rest, turns, discount=0.5)
     np.testing.assert_array_equal(halved, [[1.0, 1.5, 0.5], [2, 2, 2], [13, 9, 9]])
     undiscounted = compute_turn_returns(rest, turns, discount=0.0)
@@ -106,5 +106,5 @@ def test_returns_that_are_equal_by_other_sums_have_no_advantage():
     returns = compute_turn_returns(np.full(3, 0.7, np.float32), turns, discount=1.0)
     columns = {"rewards": returns, "group_ids": np.zeros(3, int)}
     estimate = functools.partial(grpo, **POPULATION)
-    got = np.asarray(estimate_by_turn(estimate, ("rewards", "group_ids"), columns))
-    assert not got[:, 0].any()
+    actual = np.asarray(estimate_by_turn(estimate, ("rewards", "group_ids"), columns))
+    assert not actual[:, 0].any()

@@ -32,9 +32,9 @@ IDS = np.array([[1] * 4 + [2] * 4])
     ],
 )
 def test_two_trajectories_by_hand(form, expected):
-    got = np.asarray(importance_weights(OLD, ROLLOUT, MASK, IDS, **form))
-    np.testing.assert_allclose(got[MASK], expected, rtol=1e-6)
-    assert (got[~MASK] == 0).all()
+    actual = np.asarray(importance_weights(OLD, ROLLOUT, MASK, IDS, **form))
+    np.testing.assert_allclose(actual[MASK], expected, rtol=1e-6)
+    assert (actual[~MASK] == 0).all()
 
 
 def test_the_range_includes_its_ends():
@@ -64,6 +64,6 @@ def test_equal_probabilities_weigh_exactly_one_without_a_gradient(level, mode):
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_tokens_off_by_thousands_of_nats_stay_finite(level):
     far = np.full_like(OLD, -1e4)
-    for pair, wanted in (((far, OLD), np.exp(-20)), ((OLD, far), np.exp(20))):
-        got = importance_weights(*pair, MASK, IDS, level=level, mode="truncate", cap=1e30)
-        np.testing.assert_allclose(got, MASK * wanted, rtol=1e-5)
+    for pair, expected in (((far, OLD), np.exp(-20)), ((OLD, far), np.exp(20))):
+        actual = importance_weights(*pair, MASK, IDS, level=level, mode="truncate", cap=1e30)
+        np.testing.assert_allclose(actual, MASK * expected, rtol=1e-5)

@@ -52,15 +52,15 @@ def test_tokens_that_were_not_sampled_may_hold_anything(extreme):
     mask[0, [0, 4, 5, 9]] = False
     dirty = np.where(mask, ENTROPIES, np.float32(extreme))
     clean = window_entropy(ENTROPIES, mask, IDS, window=3)
-    for got, wanted in zip(window_entropy(dirty, mask, IDS, window=3), clean, strict=True):
-        np.testing.assert_array_equal(got, wanted)
+    for actual, expected in zip(window_entropy(dirty, mask, IDS, window=3), clean, strict=True):
+        np.testing.assert_array_equal(actual, expected)
 
 
 @NUMPY_OR_JAX
 def test_tokens_at_the_threshold_count(convert):
     values, valid = window_entropy(convert(ENTROPIES), ALL, IDS, window=4)
-    got = high_window_entropy_mask(values, valid, threshold=0.9)
-    np.testing.assert_array_equal(got, [[1, 1, 1, 0, 0, 0, 0, 0, 0, 0]])
+    actual = high_window_entropy_mask(values, valid, threshold=0.9)
+    np.testing.assert_array_equal(actual, [[1, 1, 1, 0, 0, 0, 0, 0, 0, 0]])
     assert high_window_entropy_mask(values, valid, threshold=float(values[0, 2])).sum() == 3
     # Where no window is complete its entropy is 0, which is no measurement.
     assert high_window_entropy_mask(values, valid, threshold=-1.0).sum() == 6
@@ -79,7 +79,7 @@ def test_kl_term_by_hand():
 
 def test_entropy_of_the_sampler_by_hand():
     logits = jnp.array([[2.0, 1.0, 0.0]])
-    for temperature, wanted in ((1.0, 0.832396), (0.5, 0.441057)):
+    for temperature, expected in ((1.0, 0.832396), (0.5, 0.441057)):
         draw = partial(sample, logits, jnp.array([0.5]), jnp.float32(temperature), jnp.float32(1))
         entropy = draw(kind="full")[2]
-        np.testing.assert_allclose(entropy, [wanted], atol=1e-6)
+        np.testing.assert_allclose(entropy, [expected], atol=1e-6)

@@ -65,13 +65,13 @@ def _float64():
         yield
 
 
-def assert_equal(got, expected):
-    np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-11)
+def assert_equal(actual, expected):
+    np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-11)
 
 
-def assert_close(got, expected):
+def assert_close(actual, expected):
     """Of returns, which are float32."""
-    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-7)
 
 
 def advantages(estimator, values, groups=GROUPS):
@@ -208,12 +208,12 @@ def test_pass_at_k_times_its_std_is_the_gradient_of_pass_at_k(k):
     shares = np.array([failing(SIZE, c, k) for c in range(SIZE + 1)])
     std = np.sqrt(shares * (1 - shares))[IS_CORRECT[GROUPS].sum(axis=1)]
     values = advantages(functools.partial(pass_at_k, k=k), IS_CORRECT) * std[:, None]
-    got = expected_policy_gradient(TWO, LOGITS[2], GROUPS, values)
+    actual = expected_policy_gradient(TWO, LOGITS[2], GROUPS, values)
 
     def pass_rate(x):
         return 1 - (1 - TWO.probs(x) @ (IS_CORRECT * 1.0)) ** k
 
-    assert_equal(got, gradient(pass_rate, LOGITS[2]) * (SIZE - k) / (SIZE * k))
+    assert_equal(actual, gradient(pass_rate, LOGITS[2]) * (SIZE - k) / (SIZE * k))
 
 
 def test_full_sampling_is_grpo_over_subsets():
@@ -223,8 +223,8 @@ def test_full_sampling_is_grpo_over_subsets():
     passing = 1 - (1 - p) ** k
     law = reweighting(lambda n, c: math.sqrt(c * (n - c)), subsets, passing) / k
     expectation = law * k * (1 - p) ** (k - 1) * gradient_of_reward(IS_CORRECT * 1.0)
-    got = expected(functools.partial(pass_at_k_full_sampling, k=k), IS_CORRECT)
-    assert_equal(got, expectation)
+    actual = expected(functools.partial(pass_at_k_full_sampling, k=k), IS_CORRECT)
+    assert_equal(actual, expectation)
 
 
 def test_bootstrap_over_all_draws_of_its_subsets():
@@ -236,7 +236,7 @@ def test_bootstrap_over_all_draws_of_its_subsets():
     draws = np.array(list(itertools.product(pairs, repeat=n)))
     over_draws = jax.vmap(subset_advantages, in_axes=(None, None, 0))
     over_groups = jax.jit(jax.vmap(lambda row: over_draws(row, IDS[:n], draws).mean(axis=0)))
-    got = expected_policy_gradient(
+    actual = expected_policy_gradient(
         TWO, LOGITS[2], groups, np.asarray(over_groups(IS_CORRECT[groups]))
     )
 
@@ -245,7 +245,7 @@ def test_bootstrap_over_all_draws_of_its_subsets():
         spread = sum(binomial(n, hits, passing) * math.sqrt(hits * (n - hits)) for hits in range(n))
         return spread * k * c / n / passing
 
-    assert_equal(got, reweighting(c_times_a, n, p) * gradient_of_reward(IS_CORRECT * 1.0))
+    assert_equal(actual, reweighting(c_times_a, n, p) * gradient_of_reward(IS_CORRECT * 1.0))
 
 
 def expected_slopes(run, ps, *, size, groups_per_task=1, tokens=(1, 1)):
@@ -275,13 +275,13 @@ SLOPES = np.array([0.1 * 0.9, 0.5 * 0.5])  # of the expected reward
 
 def test_entropy_guided_gives_each_task_the_weight_of_its_half():
     entropies = np.repeat([2.0, 1.0], SIZE)
-    got = expected_slopes(
+    actual = expected_slopes(
         lambda row, ids, _: pass_at_k_entropy_guided(row, ids, entropies, k=2), PS, size=SIZE
     )
     laws = [
         reweighting(functools.partial(of_k, k=k), SIZE, p) for k, p in zip((1, 2), PS, strict=True)
     ]
-    assert_equal(got, laws * SLOPES)
+    assert_equal(actual, laws * SLOPES)
 
 
 def imbalance(slopes):
@@ -357,9 +357,9 @@ def test_means_over_trajectories_climb_the_reward_per_token():
     # Of E[R / length] - J * E[1 / length] with J = E[R] held fixed: what is better than average
     # is pushed up the more the shorter it is, what is worse down the less the longer it is.
     mean = float(TWO.probs(LOGITS[2]) @ REWARDS)
-    got = expected_on_policy(clip, "seq-mean-token-mean")
-    assert_equal(got, -gradient_of_reward((REWARDS - mean) / TWO.lengths))
-    assert cosine(-got, gradient_of_reward(REWARDS)) < 0.98
+    actual = expected_on_policy(clip, "seq-mean-token-mean")
+    assert_equal(actual, -gradient_of_reward((REWARDS - mean) / TWO.lengths))
+    assert cosine(-actual, gradient_of_reward(REWARDS)) < 0.98
 
 
 def over_all_tokens(size):
@@ -370,8 +370,8 @@ def over_all_tokens(size):
 
 def test_means_over_all_tokens_have_a_length_bias_that_fades_with_the_batch():
     # The samples are in the denominator too. The weights are float32: fifths are rounded.
-    got = expected_on_policy(clip, "token-mean")
-    np.testing.assert_allclose(got, -over_all_tokens(SIZE), rtol=1e-6, atol=1e-8)
+    actual = expected_on_policy(clip, "token-mean")
+    np.testing.assert_allclose(actual, -over_all_tokens(SIZE), rtol=1e-6, atol=1e-8)
     target = gradient_of_reward(REWARDS) / float(TWO.probs(LOGITS[2]) @ TWO.lengths)
     gaps = [np.abs(over_all_tokens(size) - target).max() for size in (2, 3, 4)]
     assert gaps[0] > gaps[1] > gaps[2] > 1e-3

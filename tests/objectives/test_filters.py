@@ -24,8 +24,8 @@ def test_members_by_hand():
 def test_informative_by_hand():
     # Group 5 differs, group 2 agrees, group 9 is alone, the rest is no group.
     metric = np.array([1, 0.5, 0, 0.5, 3, 8, 2], np.float32)
-    got = keep_informative(metric, ids(5, 2, 5, 2, 9, -1, -1))
-    np.testing.assert_array_equal(got, [True, False, True, False, True, False, False])
+    actual = keep_informative(metric, ids(5, 2, 5, 2, 9, -1, -1))
+    np.testing.assert_array_equal(actual, [True, False, True, False, True, False, False])
 
 
 @pytest.mark.parametrize(
@@ -42,14 +42,14 @@ def test_informative_by_hand():
 )
 def test_accuracy_limits_are_strict(num_correct, size, is_kept):
     is_correct = np.arange(size) < num_correct
-    got = keep_in_range(is_correct, np.full(size, 4), **BOUNDS)
-    np.testing.assert_array_equal(got, [is_kept] * size)
+    actual = keep_in_range(is_correct, np.full(size, 4), **BOUNDS)
+    np.testing.assert_array_equal(actual, [is_kept] * size)
 
 
 def test_accuracy_is_that_of_the_group():
     is_correct = np.array([True, False, False, False, True])
-    got = keep_in_range(is_correct, ids(1, 1, 1, 1, -1), low=0.2, high=0.3)
-    assert got.tolist() == [True] * 4 + [False]
+    actual = keep_in_range(is_correct, ids(1, 1, 1, 1, -1), low=0.2, high=0.3)
+    assert actual.tolist() == [True] * 4 + [False]
 
 
 @pytest.mark.parametrize(
@@ -64,5 +64,5 @@ def test_accuracy_is_that_of_the_group():
 )
 def test_resampling(scores, abstains, expected):
     size = len(scores)
-    got = needs_resampling(np.array(scores, np.float32), np.array(abstains), np.full(size, 3))
-    np.testing.assert_array_equal(got, [expected] * size)
+    actual = needs_resampling(np.array(scores, np.float32), np.array(abstains), np.full(size, 3))
+    np.testing.assert_array_equal(actual, [expected] * size)

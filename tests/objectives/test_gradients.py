@@ -61,21 +61,21 @@ def test_gspo_has_the_gradient_of_the_trajectories_objective(spread, low, high):
             weights * gspo_policy_loss(x, old, ADVANTAGES, MASK, IDS, clip_low=low, clip_high=high)
         ).sum()
     )
-    got = jax.jit(jax.grad(total))(x, old)
+    actual = jax.jit(jax.grad(total))(x, old)
     value, gradient = jax.jit(jax.value_and_grad(naive_gspo), static_argnums=(2, 3))(
         x, old, low, high
     )
     np.testing.assert_allclose(total(x, old), value, rtol=1e-12)
-    np.testing.assert_allclose(got, gradient, rtol=1e-12, atol=1e-15)
+    np.testing.assert_allclose(actual, gradient, rtol=1e-12, atol=1e-15)
     # Clipped trajectories and others are among them.
-    is_flat = [not got[id == IDS].any() for id in (1, 3, 5, 8)]
+    is_flat = [not actual[id == IDS].any() for id in (1, 3, 5, 8)]
     assert any(is_flat)
     assert not all(is_flat)
 
 
 def test_the_weights_of_this_file_are_those_of_the_aggregation():
-    got = weights_in_rows(MASK, IDS, "seq-mean-token-mean")
-    np.testing.assert_allclose(got, sequence_weights(), rtol=1e-6)
+    actual = weights_in_rows(MASK, IDS, "seq-mean-token-mean")
+    np.testing.assert_allclose(actual, sequence_weights(), rtol=1e-6)
 
 
 @pytest.mark.parametrize(("low", "high"), [(1.0, 4.0), (0.2, 0.28)])
@@ -86,11 +86,11 @@ def test_cispo_has_the_gradient_of_weighted_likelihood(low, high):
     )
     # The importance weight is a constant, so that the function differentiated is linear.
     weight = np.where(MASK, np.clip(np.exp(x - old), 1 - low, 1 + high), 0.0)
-    got = jax.grad(loss)(x)
-    np.testing.assert_allclose(got, -weight * ADVANTAGES, rtol=1e-12)
+    actual = jax.grad(loss)(x)
+    np.testing.assert_allclose(actual, -weight * ADVANTAGES, rtol=1e-12)
     np.testing.assert_allclose(loss(x), -(weight * ADVANTAGES * x).sum(), rtol=1e-12)
     # Clipped tokens go on being trained, other than under PPO's loss.
-    assert (np.asarray(got)[MASK] != 0).all() or low == 1.0
+    assert (np.asarray(actual)[MASK] != 0).all() or low == 1.0
 
 
 @pytest.mark.parametrize(
@@ -111,12 +111,12 @@ def test_at_a_clipping_boundary_the_gradient_is_a_side_or_between(advantage, edg
     def loss(x):
         return clipped_policy_loss(x, np.zeros(near.shape), advantages, mask, **settings).sum()
 
-    got = np.asarray(jax.jit(jax.grad(loss))(near))[0]
+    actual = np.asarray(jax.jit(jax.grad(loss))(near))[0]
     moving = -advantage * edge
-    np.testing.assert_allclose(got[0], moving if below else 0.0, rtol=1e-9)
-    np.testing.assert_allclose(got[-1], moving if above else 0.0, rtol=1e-9)
+    np.testing.assert_allclose(actual[0], moving if below else 0.0, rtol=1e-9)
+    np.testing.assert_allclose(actual[-1], moving if above else 0.0, rtol=1e-9)
     low, high = sorted((0.0, moving))
-    assert ((got >= low - 1e-9) & (got <= high + 1e-9)).all()
+    assert ((actual >= low - 1e-9) & (actual <= high + 1e-9)).all()
 
 
 @pytest.mark.parametrize("gap", [-25.0, 25.0])
@@ -132,8 +132,8 @@ def test_beyond_twenty_nats_no_ratio_has_a_gradient(gap):
         return clip.sum() + gspo.sum()
 
     for advantage in (1.0, -1.0):
-        got = gradient(x, np.full((1, 3), advantage))
-        np.testing.assert_array_equal(got, np.zeros((1, 3)))
+        actual = gradient(x, np.full((1, 3), advantage))
+        np.testing.assert_array_equal(actual, np.zeros((1, 3)))
 
 
 @pytest.mark.parametrize("name", ["k1", "k2", "k3", "abs"])

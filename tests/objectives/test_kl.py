@@ -28,9 +28,9 @@ def test_four_tokens_by_hand(name, values, slopes):
             estimate = kl_estimate(logprobs, ANCHOR, estimator=estimator)
             return estimate.sum(), estimate
 
-        got_gradient, got = jax.grad(total, has_aux=True)(jnp.array(LOGPROBS))
-        np.testing.assert_allclose(got, [values], atol=1e-6)
-        np.testing.assert_allclose(got_gradient, [gradient], rtol=1e-6)
+        actual_gradient, actual = jax.grad(total, has_aux=True)(jnp.array(LOGPROBS))
+        np.testing.assert_allclose(actual, [values], atol=1e-6)
+        np.testing.assert_allclose(actual_gradient, [gradient], rtol=1e-6)
 
 
 def test_k3_is_the_default_and_ends_at_ten():

@@ -43,7 +43,7 @@ CISPO_RANGE = {"clip_low": 1.0, "clip_high": 4.0}
 )
 def test_one_token_by_hand(ratio, advantage, dual_clip, expected, clipped, dual_clipped):
     old, mask = np.zeros((1, 1), np.float32), np.ones((1, 1), bool)
-    got = clipped_policy_loss(
+    actual = clipped_policy_loss(
         np.full((1, 1), np.log(ratio), np.float32),
         old,
         np.full((1, 1), advantage, np.float32),
@@ -51,10 +51,10 @@ def test_one_token_by_hand(ratio, advantage, dual_clip, expected, clipped, dual_
         **DAPO_RANGE,
         dual_clip=dual_clip,
     )
-    np.testing.assert_allclose(got.per_token, [[expected]], rtol=1e-6)
-    assert got.metrics["pg_clipfrac"] == clipped
-    assert got.metrics["pg_clipfrac_lower"] == dual_clipped
-    np.testing.assert_allclose(got.metrics["ppo_kl"], [[-np.log(ratio)]], rtol=1e-6)
+    np.testing.assert_allclose(actual.per_token, [[expected]], rtol=1e-6)
+    assert actual.metrics["pg_clipfrac"] == clipped
+    assert actual.metrics["pg_clipfrac_lower"] == dual_clipped
+    np.testing.assert_allclose(actual.metrics["ppo_kl"], [[-np.log(ratio)]], rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -70,8 +70,8 @@ def test_whole_loss_by_hand(mode, policy, kl, total):
         LOGPROBS, OLD, ADVANTAGES, MASK, **DAPO_RANGE, dual_clip=3.0
     )
     k3 = kl_estimate(LOGPROBS, REF, MASK)
-    got = [(weights * x).sum() for x in (loss, k3, loss + 0.1 * k3)]
-    np.testing.assert_allclose(got, [policy, kl, total], atol=1e-6)
+    actual = [(weights * x).sum() for x in (loss, k3, loss + 0.1 * k3)]
+    np.testing.assert_allclose(actual, [policy, kl, total], atol=1e-6)
     # Ratios e^.1, e^.4 with advantage 1; 1, e, 1 with advantage -1: one is over the ceiling.
     np.testing.assert_array_equal(metrics["pg_clipfrac"], [[0, 1, 0, 0], [0, 0, 0, 0]])
     assert not metrics["pg_clipfrac_lower"].any()
@@ -83,10 +83,10 @@ def test_whole_loss_by_hand(mode, policy, kl, total):
 )
 def test_gspo_by_hand(bounds, first, mean):
     # The mean log-ratios are (.1 + .4) / 2 and (0 + 1 + 0) / 3: ratios 1.284025 and 1.395612.
-    got, metrics = gspo_policy_loss(LOGPROBS, OLD, ADVANTAGES, MASK, IDS, **bounds)
-    np.testing.assert_allclose(got, MASK * np.array([[first], [1.395612]]), rtol=1e-6)
+    actual, metrics = gspo_policy_loss(LOGPROBS, OLD, ADVANTAGES, MASK, IDS, **bounds)
+    np.testing.assert_allclose(actual, MASK * np.array([[first], [1.395612]]), rtol=1e-6)
     weights = weights_in_rows(MASK, IDS, "seq-mean-token-mean")
-    np.testing.assert_allclose((weights * got).sum(), mean, atol=1e-6)
+    np.testing.assert_allclose((weights * actual).sum(), mean, atol=1e-6)
     np.testing.assert_array_equal(metrics["pg_clipfrac"], [[1, 1, 0, 0], [0, 0, 0, 0]])
 
 
@@ -98,10 +98,10 @@ def test_gspo_by_hand(bounds, first, mean):
     ],
 )
 def test_cispo_by_hand(bounds, weights, mean, clipped):
-    got, metrics = cispo_policy_loss(LOGPROBS, OLD, ADVANTAGES, MASK, **bounds)
+    actual, metrics = cispo_policy_loss(LOGPROBS, OLD, ADVANTAGES, MASK, **bounds)
     expected = -np.array(weights) * (ADVANTAGES * LOGPROBS)[MASK]
-    np.testing.assert_allclose(np.asarray(got)[MASK], expected, rtol=1e-6)
-    np.testing.assert_allclose(got.sum() / 5, mean, atol=1e-6)
+    np.testing.assert_allclose(np.asarray(actual)[MASK], expected, rtol=1e-6)
+    np.testing.assert_allclose(actual.sum() / 5, mean, atol=1e-6)
     np.testing.assert_array_equal(np.asarray(metrics["pg_clipfrac"])[MASK], clipped)
 
 
@@ -130,17 +130,17 @@ def compile_gradient(name):
 @pytest.mark.parametrize("name", LOSSES)
 def test_masked_tokens_are_inert_whatever_they_hold(name):
     run = compile_gradient(name)
-    wanted_gradient, wanted = run(LOGPROBS, OLD, ADVANTAGES, MASK)
-    assert (wanted_gradient[~MASK] == 0).all()
+    expected_gradient, expected = run(LOGPROBS, OLD, ADVANTAGES, MASK)
+    assert (expected_gradient[~MASK] == 0).all()
     for extreme in EXTREMES:
         for old_extreme in EXTREMES:
             logprobs = np.where(MASK, LOGPROBS, np.float32(extreme))
             old = np.where(MASK, OLD, np.float32(old_extreme))
             advantages = np.where(MASK, ADVANTAGES, np.float32(extreme))
-            gradient, got = run(logprobs, old, advantages, MASK)
-            np.testing.assert_array_equal(gradient, wanted_gradient)
-            jax.tree.map(np.testing.assert_array_equal, got, wanted)
-    for value in wanted.metrics.values():
+            gradient, actual = run(logprobs, old, advantages, MASK)
+            np.testing.assert_array_equal(gradient, expected_gradient)
+            jax.tree.map(np.testing.assert_array_equal, actual, expected)
+    for value in expected.metrics.values():
         assert (value[~MASK] == 0).all()
 
 
@@ -150,6 +150,8 @@ def test_an_unmasked_extreme_stays_finite(name):
     logprobs = jnp.array([[1e4, -1e4, 0, 0], [-1e4, -1e4, 0, -1]])
     for advantage in (-1, 1):
         advantages = np.full((2, 4), advantage, np.float32)
-        gradient, got = run(logprobs, np.zeros((2, 4), np.float32), advantages, np.ones_like(MASK))
-        assert np.isfinite(got.per_token).all()
+        gradient, actual = run(
+            logprobs, np.zeros((2, 4), np.float32), advantages, np.ones_like(MASK)
+        )
+        assert np.isfinite(actual.per_token).all()
         assert np.isfinite(gradient).all()

@@ -25,19 +25,21 @@ def reduced(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "wanted"),
+    ("name", "expected"),
     [("mean", 17 / 4), ("maximum", 6.0), ("loss", 2.0 + 0.5 + 0.75 + 0.625)],
 )
-def test_reductions_by_hand(name, wanted):
-    got = reduced(name)
-    assert float(got.value) == wanted
+def test_reductions_by_hand(name, expected):
+    actual = reduced(name)
+    assert float(actual.value) == expected
 
 
-@pytest.mark.parametrize(("name", "wanted"), [("mean", np.nan), ("maximum", np.nan), ("loss", 0.0)])
-def test_without_tokens_mean_and_maximum_are_nan(name, wanted):
+@pytest.mark.parametrize(
+    ("name", "expected"), [("mean", np.nan), ("maximum", np.nan), ("loss", 0.0)]
+)
+def test_without_tokens_mean_and_maximum_are_nan(name, expected):
     nothing = jnp.zeros((1, 2))
     metric = Metric(nothing, name).reduce(nothing.astype(bool), nothing).finish(jnp.float32(0))
-    np.testing.assert_equal(float(metric.value), wanted)
+    np.testing.assert_equal(float(metric.value), expected)
 
 
 def test_a_metric_is_averaged_by_default():

@@ -41,9 +41,9 @@ def one_group(size, num_correct):
     ],
 )
 def test_pass_at_k_by_hand(k, size, num_correct, right, wrong):
-    got = passk(*one_group(size, num_correct), k=k)
+    actual = passk(*one_group(size, num_correct), k=k)
     expected = [right] * num_correct + [wrong] * (size - num_correct)
-    np.testing.assert_allclose(got, expected, atol=1e-6)
+    np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
 def by_all_subsets(is_correct, k):
@@ -80,18 +80,18 @@ def test_agrees_with_all_subsets_of_all_groups_up_to_ten(k):
 
     order = np.random.default_rng(k).permutation(len(ids))
     expected = compute_expected(k)
-    got = passk(is_correct[order], ids[order], k=k)
-    np.testing.assert_allclose(got, expected[order], atol=1e-6, rtol=1e-6)
-    np.testing.assert_array_equal(np.asarray(got) == 0, expected[order] == 0)
+    actual = passk(is_correct[order], ids[order], k=k)
+    np.testing.assert_allclose(actual, expected[order], atol=1e-6, rtol=1e-6)
+    np.testing.assert_array_equal(np.asarray(actual) == 0, expected[order] == 0)
 
     share = c / np.maximum(n, 1)
     mixed = np.where(n >= k, share * expected + (1 - share) * compute_expected(1), 0)
-    got = combination(is_correct[order], ids[order], k=k)
-    np.testing.assert_allclose(got, mixed[order], atol=2e-6)
+    actual = combination(is_correct[order], ids[order], k=k)
+    np.testing.assert_allclose(actual, mixed[order], atol=2e-6)
     scaled = expected * 4 / (10 * np.log(np.maximum(c, 1) + 0.5))
-    got = exceeding(is_correct[order], ids[order], k=k)
-    np.testing.assert_allclose(got, scaled[order], atol=2e-6)
-    np.testing.assert_array_equal(np.asarray(got) == 0, expected[order] == 0)
+    actual = exceeding(is_correct[order], ids[order], k=k)
+    np.testing.assert_allclose(actual, scaled[order], atol=2e-6)
+    np.testing.assert_array_equal(np.asarray(actual) == 0, expected[order] == 0)
 
 
 @pytest.mark.parametrize("k", [2, 128])
@@ -102,10 +102,10 @@ def test_large_groups_agree_with_exact_fractions_and_sum_to_zero(k):
     columns = np.arange(256)
     run = jax.jit(jax.vmap(functools.partial(pass_at_k, k=k)))
     ids = np.where(columns < sizes[:, None], 0, -1)
-    got = np.asarray(run(columns < corrects[:, None], ids), np.float64)
-    assert np.isfinite(got).all()
-    np.testing.assert_allclose(got.sum(axis=1), 0, atol=2e-6 * np.abs(got).sum(axis=1).max())
-    for row, (n, c) in zip(got, groups, strict=True):
+    actual = np.asarray(run(columns < corrects[:, None], ids), np.float64)
+    assert np.isfinite(actual).all()
+    np.testing.assert_allclose(actual.sum(axis=1), 0, atol=2e-6 * np.abs(actual).sum(axis=1).max())
+    for row, (n, c) in zip(actual, groups, strict=True):
         right, wrong = 0.0, 0.0
         if n >= k and 0 < c <= n - k:
             failing = math.comb(n - c, k)
@@ -116,8 +116,8 @@ def test_large_groups_agree_with_exact_fractions_and_sum_to_zero(k):
 
 
 def test_combination_by_hand():
-    got = combination(*one_group(8, 2), k=4)
-    np.testing.assert_allclose(got, [1.429596] * 2 + [-0.476532] * 6, atol=1e-6)
+    actual = combination(*one_group(8, 2), k=4)
+    np.testing.assert_allclose(actual, [1.429596] * 2 + [-0.476532] * 6, atol=1e-6)
 
 
 @pytest.mark.parametrize(("num_correct", "factor"), [(1, 0.986521), (2, 0.436543)])
@@ -128,8 +128,8 @@ def test_exceeding_by_hand(num_correct, factor):
 
 
 def test_full_sampling_by_hand():
-    got = full_sampling(*one_group(8, 1), k=4)
-    np.testing.assert_allclose(got, [1, 1, 1, 1, -1, -1, -1, -1], atol=1e-6)
+    actual = full_sampling(*one_group(8, 1), k=4)
+    np.testing.assert_allclose(actual, [1, 1, 1, 1, -1, -1, -1, -1], atol=1e-6)
 
 
 def test_full_sampling_cuts_in_the_order_of_the_batch():
@@ -144,27 +144,27 @@ def test_full_sampling_cuts_in_the_order_of_the_batch():
 def test_bootstrap_by_hand():
     # Subsets 01, 12, 23, 03 are worth 1, 0, 0, 1, so 1, -1, -1, 1; each is in two of them.
     subsets = np.array([[0, 1], [1, 2], [2, 3], [0, 3]])
-    got = jax.jit(subset_advantages)(*one_group(4, 1), subsets)
-    np.testing.assert_allclose(got, [2, 0, -2, 0], atol=1e-6)
+    actual = jax.jit(subset_advantages)(*one_group(4, 1), subsets)
+    np.testing.assert_allclose(actual, [2, 0, -2, 0], atol=1e-6)
 
 
 def test_bootstrap_draws_from_its_own_group_and_sums_to_zero():
     ids = np.array([0, 0, 0, 0, 8, 8, 8, 8, 8, 8, -1, 3, 3])
     is_correct = np.array([1, 0, 0, 0, 1, 1, 0, 0, 0, 0, 1, 1, 0], bool)
     draws = jax.jit(jax.vmap(lambda key: pass_at_k_bootstrap(is_correct, ids, key, k=3)))
-    got = np.asarray(draws(jax.random.split(jax.random.key(0), 500)))
-    np.testing.assert_array_equal(got[:, 10:], 0)  # no group; fewer than k
-    np.testing.assert_allclose(got[:, :4].sum(axis=1), 0, atol=1e-5)
-    np.testing.assert_allclose(got[:, 4:10].sum(axis=1), 0, atol=1e-5)
+    actual = np.asarray(draws(jax.random.split(jax.random.key(0), 500)))
+    np.testing.assert_array_equal(actual[:, 10:], 0)  # no group; fewer than k
+    np.testing.assert_allclose(actual[:, :4].sum(axis=1), 0, atol=1e-5)
+    np.testing.assert_allclose(actual[:, 4:10].sum(axis=1), 0, atol=1e-5)
     # The correct one of group 0 is in all subsets that pass and in no other.
-    assert (got[:, 0] >= 0).all()
-    assert (got[:, 0] > 0).mean() > 0.5
-    assert len(np.unique(got[:, 1].round(3))) > 4
+    assert (actual[:, 0] >= 0).all()
+    assert (actual[:, 0] > 0).mean() > 0.5
+    assert len(np.unique(actual[:, 1].round(3))) > 4
 
 
 def test_bootstrap_of_more_than_the_batch_is_zero():
-    got = bootstrap(*one_group(3, 1), jax.random.key(0), k=4)
-    np.testing.assert_array_equal(got, np.zeros(3))
+    actual = bootstrap(*one_group(3, 1), jax.random.key(0), k=4)
+    np.testing.assert_array_equal(actual, np.zeros(3))
 
 
 def test_entropy_guided_lets_undecided_groups_exploit():
@@ -172,10 +172,10 @@ def test_entropy_guided_lets_undecided_groups_exploit():
     ids = np.repeat([2, 5, 7, 9], 4)
     is_correct = np.tile([True, False, False, False], 4)
     entropies = np.array([1, 1, 1, 1, 0, 0, 0, 8, 1, 2, 1, 2, 0.5, 0.5, 0.5, 0.5])
-    got = guided(is_correct, ids, entropies.astype(np.float32), k=2)
+    actual = guided(is_correct, ids, entropies.astype(np.float32), k=2)
     of_one, of_two = passk(is_correct, ids, k=1), passk(is_correct, ids, k=2)
     exploits = np.isin(ids, [5, 7])
-    np.testing.assert_array_equal(got, np.where(exploits, of_one, of_two))
+    np.testing.assert_array_equal(actual, np.where(exploits, of_one, of_two))
     assert not np.allclose(of_one[:4], of_two[:4])
 
 
@@ -188,7 +188,7 @@ def test_entropy_guided_middle_and_ties_explore():
     ]:
         ids = np.repeat([i if entropy >= 0 else -1 for i, entropy in enumerate(entropies)], 4)
         is_correct = np.tile([True, False, False, False], 4)
-        got = guided(is_correct, ids, np.repeat(entropies, 4).astype(np.float32), k=2)
+        actual = guided(is_correct, ids, np.repeat(entropies, 4).astype(np.float32), k=2)
         # One correct of four: sqrt(3) for one, 1 for pairs.
         expected = [math.sqrt(3) if i in exploits else e >= 0 for i, e in enumerate(entropies)]
-        np.testing.assert_allclose(got[::4], expected, atol=1e-6)
+        np.testing.assert_allclose(actual[::4], expected, atol=1e-6)

@@ -20,8 +20,8 @@ def test_three_rows_by_hand():
     values = np.array([[1, 2, 3, 4], [5, 6, 7, 8], [9, 9, 9, 9]], np.float32)
     # The same id in two rows is two segments; a row may be padding alone.
     ids = np.array([[4, 4, 7, 0], [4, 0, 5, 5], [0, 0, 0, 0]])
-    got = sums_jit(values, ids)
-    np.testing.assert_array_equal(got, [[3, 3, 3, 0], [5, 0, 15, 15], [0, 0, 0, 0]])
+    actual = sums_jit(values, ids)
+    np.testing.assert_array_equal(actual, [[3, 3, 3, 0], [5, 0, 15, 15], [0, 0, 0, 0]])
 
 
 @st.composite
@@ -56,8 +56,8 @@ def test_tokens_of_a_segment_get_the_same_bits():
     rng = np.random.default_rng(0)
     values = rng.normal(size=(ROWS, LENGTH)).astype(np.float32)
     ids = np.array([[1] * 9 + [2] * 4, [3] * 13, [4] * 2 + [5] * 11])
-    got = np.asarray(sums_jit(values, ids))
-    assert all(len(set(got[ids == id])) == 1 for id in range(1, 6))
+    actual = np.asarray(sums_jit(values, ids))
+    assert all(len(set(actual[ids == id])) == 1 for id in range(1, 6))
 
 
 @pytest.mark.parametrize("extreme", [np.inf, np.nan])
@@ -65,11 +65,11 @@ def test_values_that_are_not_finite_stay_in_their_segment(extreme):
     values = np.ones((ROWS, LENGTH), np.float32)
     ids = np.array([[1] * 5 + [0] * 3 + [2] * 5, [3] * 13, [4] * 7 + [5] * 6])
     values[0, [2, 6]] = values[1, 12] = values[2, 0] = extreme
-    got = np.asarray(sums_jit(values, ids))
-    np.testing.assert_array_equal(got[ids == 2], 5)
-    np.testing.assert_array_equal(got[ids == 5], 6)
-    np.testing.assert_array_equal(got[ids == 0], 0)
-    assert not np.isfinite(got[np.isin(ids, [1, 3, 4])]).any()
+    actual = np.asarray(sums_jit(values, ids))
+    np.testing.assert_array_equal(actual[ids == 2], 5)
+    np.testing.assert_array_equal(actual[ids == 5], 6)
+    np.testing.assert_array_equal(actual[ids == 0], 0)
+    assert not np.isfinite(actual[np.isin(ids, [1, 3, 4])]).any()
 
 
 def test_no_table_and_no_scatter():

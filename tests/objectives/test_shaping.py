@@ -15,11 +15,11 @@ from jaxrl.objectives.shaping import (
 
 def test_overlong_by_hand():
     lengths = np.array([0, 16384, 16385, 18432, 20480, 30000], np.int32)
-    got = overlong_penalty(lengths, max_length=20480, buffer=4096)
-    np.testing.assert_allclose(got, [0, 0, -1 / 4096, -0.5, -1, -1], rtol=1e-6)
-    assert got.dtype == np.float32
+    actual = overlong_penalty(lengths, max_length=20480, buffer=4096)
+    np.testing.assert_allclose(actual, [0, 0, -1 / 4096, -0.5, -1, -1], rtol=1e-6)
+    assert actual.dtype == np.float32
     half = overlong_penalty(lengths, max_length=20480, buffer=4096, factor=0.5)
-    np.testing.assert_allclose(half, got / 2)
+    np.testing.assert_allclose(half, actual / 2)
     assert not overlong_penalty(lengths, max_length=10, buffer=0).any()
 
 
@@ -31,7 +31,7 @@ SCORES = {"X": -1.0, "J": -1.0, "P": 1.0}
 def bapo_with_reasons(group, *others, is_late=True, sample_level=True, **settings):
     rows = [(word, number) for number, words in enumerate([group, *others]) for word in words]
     words = [word for word, _ in rows]
-    got, reasons = boundary_aware_rewards(
+    actual, reasons = boundary_aware_rewards(
         np.array([SCORES.get(word, 0.0) for word in words], np.float32),
         np.array([word in "IJ" for word in words]),
         np.array([word not in "XJ" for word in words]),
@@ -41,8 +41,8 @@ def bapo_with_reasons(group, *others, is_late=True, sample_level=True, **setting
         sample_level=sample_level,
         **settings,
     )
-    assert got.dtype == np.float32
-    return got.tolist()[: len(group)], reasons[: len(group)]
+    assert actual.dtype == np.float32
+    return actual.tolist()[: len(group)], reasons[: len(group)]
 
 
 def bapo(*groups, **settings):
@@ -104,7 +104,7 @@ def test_abstentions_of_an_early_batch_keep_their_scores():
 
 
 def test_members_of_no_group_count_for_nothing():
-    got, _ = boundary_aware_rewards(
+    actual, _ = boundary_aware_rewards(
         np.array([0, 0, 7, 0], np.float32),
         np.array([True, False, False, True]),
         np.ones(4, bool),
@@ -115,7 +115,7 @@ def test_members_of_no_group_count_for_nothing():
         max_rate=0.6,  # 1 of 2, though 2 of 4 rows
         bonus=0.25,
     )
-    assert got.tolist() == [0.25, 0, 0, 0]
+    assert actual.tolist() == [0.25, 0, 0, 0]
 
 
 # Entropy
@@ -144,18 +144,18 @@ def entropy(bucket, is_correct, counts=COUNTS, target=10, alpha=0.5, **settings)
 
 @pytest.mark.parametrize(("bucket", "is_correct"), GOLDEN)
 def test_entropy_reward_by_hand(bucket, is_correct):
-    got = entropy(bucket, is_correct)
-    assert got.dtype == np.float32
-    np.testing.assert_allclose(got, GOLDEN[bucket, is_correct], atol=1e-6)
+    actual = entropy(bucket, is_correct)
+    assert actual.dtype == np.float32
+    np.testing.assert_allclose(actual, GOLDEN[bucket, is_correct], atol=1e-6)
 
 
 def test_the_margin_of_a_small_target_is_one_token():
     # Two tokens are one beyond the margin: a penalty of 1 / (2 * knee) of margin + knee.
     for bucket, knee in (("easy", 2), ("medium", 3)):
-        [got] = entropy(bucket, True, np.array([2]), target=0)
-        assert got == pytest.approx(-0.5 / (2 * knee) / (1 + knee))
-    [got] = entropy("hard", False, np.array([4]), target=0)
-    assert got == pytest.approx(0.6 / (1 + math.exp(-1)))  # three tokens beyond, temperature 3
+        [actual] = entropy(bucket, True, np.array([2]), target=0)
+        assert actual == pytest.approx(-0.5 / (2 * knee) / (1 + knee))
+    [actual] = entropy("hard", False, np.array([4]), target=0)
+    assert actual == pytest.approx(0.6 / (1 + math.exp(-1)))  # three tokens beyond, temperature 3
 
 
 def test_entropy_reward_by_hand_with_other_settings():
@@ -165,22 +165,22 @@ def test_entropy_reward_by_hand_with_other_settings():
         "huber_knees": (1.0, 3.0, 4.0),
         "sigmoid_temperatures": (2.0, 2.5, 6.0),
     }
-    [got] = entropy("easy", True, np.array([17]), **settings)
-    assert got == pytest.approx(-0.5 * 1.5 / 6)
+    [actual] = entropy("easy", True, np.array([17]), **settings)
+    assert actual == pytest.approx(-0.5 * 1.5 / 6)
     # Three tokens beyond a margin of one: sigmoid(3 / 6).
-    [got] = entropy("hard", False, np.array([14]), **settings)
-    assert got == pytest.approx(0.6 / (1 + math.exp(-0.5)))
+    [actual] = entropy("hard", False, np.array([14]), **settings)
+    assert actual == pytest.approx(0.6 / (1 + math.exp(-0.5)))
 
 
 def test_a_bucket_without_a_target_earns_nothing():
-    got = entropy_reward(
+    actual = entropy_reward(
         np.array([20, 20]),
         np.array([True, True]),
         ["easy", "hard"],
         targets={"easy": 10},
         coefficients={"easy": 0.5, "hard": 0.5},
     )
-    np.testing.assert_allclose(got, [-0.5, 0])
+    np.testing.assert_allclose(actual, [-0.5, 0])
 
 
 @pytest.mark.parametrize("is_correct", [True, False])
@@ -196,10 +196,10 @@ def test_a_centered_gain_is_twice_the_gain_less_its_size(bucket, is_correct):
 
 
 def test_second_chance_by_hand():
-    got = relaxed_kl_factors(
+    actual = relaxed_kl_factors(
         ["easy", "easy", "easy", "hard"],
         np.array([False, False, True, False]),
         np.array([0.5, 0.49, 3.0, 3.0], np.float32),
     )
-    np.testing.assert_allclose(got, [0.67, 1, 1, 1])
-    assert got.dtype == np.float32
+    np.testing.assert_allclose(actual, [0.67, 1, 1, 1])
+    assert actual.dtype == np.float32

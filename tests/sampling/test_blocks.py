@@ -132,10 +132,10 @@ def make_requests(seed, num_prompts=12, group_size=2):
 def test_a_tenth_of_the_pages_gives_the_same_samples_bit_for_bit(ahead, lag):
     plenty, scarce = build_engine(0), build_engine(12)
     requests = make_requests(seed=lag)
-    wanted = play(plenty, requests, ahead=ahead, lag=lag)
+    expected = play(plenty, requests, ahead=ahead, lag=lag)
     assert plenty.peak_pages >= 120  # a trajectory may fill 12
     before = dataclasses.replace(scarce.counts)
-    assert play(scarce, requests, ahead=ahead, lag=lag) == wanted
+    assert play(scarce, requests, ahead=ahead, lag=lag) == expected
     assert scarce.counts.preemptions > before.preemptions
     assert scarce.counts.swapped > before.swapped
     assert scarce.peak_pages == 12
@@ -148,9 +148,9 @@ def test_scanned_layers_sample_the_same_as_unrolled_layers():
         for scan_layers in (False, True)
     )
     assert build_engine(12, True).counts.preemptions > 0
-    for (ids, logprobs), (wanted_ids, wanted_logprobs) in zip(scanned, unrolled, strict=True):
-        assert ids == wanted_ids
-        np.testing.assert_allclose(logprobs, wanted_logprobs, atol=5e-5, rtol=0)
+    for (ids, logprobs), (expected_ids, expected_logprobs) in zip(scanned, unrolled, strict=True):
+        assert ids == expected_ids
+        np.testing.assert_allclose(logprobs, expected_logprobs, atol=5e-5, rtol=0)
 
 
 def test_a_prompt_is_read_once_for_more_samples_than_rows():

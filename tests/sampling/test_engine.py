@@ -76,12 +76,12 @@ def assert_scores_agree(trajectories, params, *, temperature):
     logprobs, entropies = (np.asarray(x) for x in score(params, micro, temperature))
     for index, trajectory in enumerate(trajectories):
         places = micro.segment_ids == index + 1
-        for got, wanted in [
+        for actual, expected in [
             (trajectory.rollout_logprobs, logprobs[places]),
             (trajectory.rollout_entropies, entropies[places]),
         ]:
-            wanted = np.where(trajectory.loss_mask, wanted, 0)
-            np.testing.assert_allclose(got, wanted, atol=1e-4, rtol=0)
+            expected = np.where(trajectory.loss_mask, expected, 0)
+            np.testing.assert_allclose(actual, expected, atol=1e-4, rtol=0)
 
 
 def same_samples(first, second, *, tolerance=0.0):
@@ -99,27 +99,27 @@ def completions(trajectories):
 
 
 def test_sampler_and_trainer_agree_after_tool_turns():
-    got = play(16, noting_env(), QUESTIONS, temperature=0.7)
-    turns = [len(trajectory.turns) for trajectory in got]
+    actual = play(16, noting_env(), QUESTIONS, temperature=0.7)
+    turns = [len(trajectory.turns) for trajectory in actual]
     assert max(turns) == 4
-    assert_scores_agree(got, OLD, temperature=0.7)
+    assert_scores_agree(actual, OLD, temperature=0.7)
     # The vocabulary is padded; ids unknown to the tokenizer are never drawn.
-    assert max(t.token_ids.max() for t in got) < TOKENIZER.num_tokens < SMALL.vocab_size
+    assert max(t.token_ids.max() for t in actual) < TOKENIZER.num_tokens < SMALL.vocab_size
 
 
 def test_every_token_is_read_once():
     engine = player(4).engine
     before = vars(engine.counts).copy()
-    got = play(4, noting_env(), QUESTIONS)
+    actual = play(4, noting_env(), QUESTIONS)
     counts = {name: value - before[name] for name, value in vars(engine.counts).items()}
 
     # The last token of a prompt is read by the decoding step that draws the next token; the last
     # token of a turn is read before its observation.
-    prompts = [t.prompt_length for t in got if t.sample_index == 0]
+    prompts = [t.prompt_length for t in actual if t.sample_index == 0]
     assert counts["prefilled_prompt"] == sum(prompts) - len(prompts)
-    observed = sum((~t.loss_mask[t.prompt_length :]).sum() for t in got)
+    observed = sum((~t.loss_mask[t.prompt_length :]).sum() for t in actual)
     assert counts["prefilled_resume"] == observed
-    assert counts["sampled"] == sum(t.num_sampled for t in got)
+    assert counts["sampled"] == sum(t.num_sampled for t in actual)
     assert counts["sampled"] <= counts["row_steps"]
     assert engine.is_idle
     assert engine.num_running == 0
@@ -177,12 +177,12 @@ def test_requests_beyond_the_limits_are_refused():
 
 
 def test_a_greedy_rollout_leaves_no_trace():
-    wanted = play(4, noting_env(), QUESTIONS[:1])
+    expected = play(4, noting_env(), QUESTIONS[:1])
     greedy = play(4, noting_env(), QUESTIONS[:1], temperature=0.0)
     assert len(set(completions(greedy))) == 1
     # The same weights are set, so cached prompts could leak.
-    assert same_samples(wanted, player(4).play(noting_env(), QUESTIONS[:1], group_size=3))
-    assert len(set(completions(wanted))) == 3
+    assert same_samples(expected, player(4).play(noting_env(), QUESTIONS[:1], group_size=3))
+    assert len(set(completions(expected))) == 3
 
 
 def test_rows_and_schedule_do_not_change_samples():
@@ -197,11 +197,11 @@ def test_top_p_draws_from_the_nucleus_and_compiles_once():
     shared = {"group_size": 2, "temperature": temperature}
     play(16, noting_env(), QUESTIONS[:1], top_p=0.9, **shared)
     before = engine.num_compilations
-    got = play(16, noting_env(), QUESTIONS[:2], top_p=0.5, **shared)
+    actual = play(16, noting_env(), QUESTIONS[:2], top_p=0.5, **shared)
     assert engine.num_compilations == before
     # The reported numbers are of the whole distribution.
-    assert_scores_agree(got, OLD, temperature=temperature)
-    for trajectory in got:
+    assert_scores_agree(actual, OLD, temperature=temperature)
+    for trajectory in actual:
         padded = np.zeros(ROOMY.max_total_tokens, np.int32)
         padded[: len(trajectory.token_ids)] = trajectory.token_ids
         table = dense_table_jit(OLD, SMALL, padded, temperature=temperature)

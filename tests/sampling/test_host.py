@@ -27,11 +27,13 @@ def test_a_report_reaches_the_host_bit_for_bit():
     sampler = SimpleNamespace(decode_chunk=lambda: (1, 2, report), _constrain_rows=lambda x: x)
     cache, state, packed = decode.Programs.decode_packed(sampler)
     assert (cache, state, packed.values.shape) == (1, 2, (2, 3 * 3 + 2))
-    got = decode.unpack_report(decode.PackedReport(values=np.asarray(packed.values), recorded={}))
-    np.testing.assert_array_equal(got.token_ids, report.token_ids)
-    np.testing.assert_array_equal(got.logprobs.view(np.int32), numbers.view(np.int32))
-    np.testing.assert_array_equal(got.entropies.view(np.int32), (-numbers).view(np.int32))
-    assert (got.status.tolist(), got.stop_state.tolist()) == ([2, 0], [3, 4])
+    actual = decode.unpack_report(
+        decode.PackedReport(values=np.asarray(packed.values), recorded={})
+    )
+    np.testing.assert_array_equal(actual.token_ids, report.token_ids)
+    np.testing.assert_array_equal(actual.logprobs.view(np.int32), numbers.view(np.int32))
+    np.testing.assert_array_equal(actual.entropies.view(np.int32), (-numbers).view(np.int32))
+    assert (actual.status.tolist(), actual.stop_state.tolist()) == ([2, 0], [3, 4])
 
 
 def test_a_trajectory_is_made_of_spans_of_one_policy_version():
@@ -50,12 +52,12 @@ def test_a_trajectory_is_made_of_spans_of_one_policy_version():
     sample.append_observation([9])
     append(4, 4)
     assert [(span.start, span.end) for span in sample.sampled] == [(1, 5), (5, 7), (8, 10)]
-    got = to_trajectory(sample, {})
-    assert got.token_ids.tolist() == [1, 7, 8, 7, 8, 7, 8, 9, 7, 8]
-    assert got.loss_mask.tolist() == [False, *[True] * 6, False, True, True]
-    assert got.policy_versions.tolist() == [-1, 3, 3, 3, 3, 5, 6, -1, 4, 4]
-    assert got.rollout_logprobs.tolist() == [0, 1, 1.5, 2, 2.5, 3, 3.5, 0, 4, 4.5]
-    np.testing.assert_array_equal(got.rollout_entropies, -got.rollout_logprobs)
+    actual = to_trajectory(sample, {})
+    assert actual.token_ids.tolist() == [1, 7, 8, 7, 8, 7, 8, 9, 7, 8]
+    assert actual.loss_mask.tolist() == [False, *[True] * 6, False, True, True]
+    assert actual.policy_versions.tolist() == [-1, 3, 3, 3, 3, 5, 6, -1, 4, 4]
+    assert actual.rollout_logprobs.tolist() == [0, 1, 1.5, 2, 2.5, 3, 3.5, 0, 4, 4.5]
+    np.testing.assert_array_equal(actual.rollout_entropies, -actual.rollout_logprobs)
     assert sample.num_sampled == 8
 
 

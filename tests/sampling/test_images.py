@@ -87,8 +87,8 @@ def random_image(config, grid, seed):
 
 
 def test_images_are_read_as_in_the_full_pass():
-    config, params, wanted, images = golden()
-    prompt = tuple(map(int, wanted["token_ids"][0]))
+    config, params, expected, images = golden()
+    prompt = tuple(map(int, expected["token_ids"][0]))
     blank = tuple(
         dataclasses.replace(image, patches=np.zeros_like(image.patches)) for image in images
     )
@@ -164,11 +164,11 @@ def test_text_is_read_as_by_a_program_without_images():
     append = jax.jit(sampler.append)
     empty = sampler.empty_cache(6, 16)
     bare = dataclasses.replace(blocks, token_arrays={"positions": blocks.token_arrays["positions"]})
-    wanted, _ = append(weights, empty, bare)
-    assert all(np.any(leaf) for leaf in jax.tree.leaves(wanted))
+    expected, _ = append(weights, empty, bare)
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(expected))
     for value in (0, np.nan):
-        got, _ = append(weights, empty, blocks, jnp.full_like(embeds, value))
-        jax.tree.map(np.testing.assert_array_equal, got, wanted)
+        actual, _ = append(weights, empty, blocks, jnp.full_like(embeds, value))
+        jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 def test_images_that_disagree_with_the_tokens_are_refused():

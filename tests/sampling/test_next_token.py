@@ -50,12 +50,12 @@ def test_draws_invert_the_cumulative_distribution(num_tokens, temperature):
     rows = np.broadcast_to(logits, (len(uniform), num_tokens))
     token, logprob, entropy = (np.asarray(x) for x in draw(rows, uniform, np.float32(temperature)))
 
-    probabilities, logprobs, wanted_entropy = reference(logits, temperature)
+    probabilities, logprobs, expected_entropy = reference(logits, temperature)
     ends = np.cumsum(probabilities)
     assert np.all(uniform < ends[token] + 1e-6)
     assert np.all(uniform > ends[token] - probabilities[token] - 1e-6)
     np.testing.assert_allclose(logprob, logprobs[token], atol=1e-5)
-    np.testing.assert_allclose(entropy, wanted_entropy, atol=1e-5)
+    np.testing.assert_allclose(entropy, expected_entropy, atol=1e-5)
 
 
 def test_temperature_zero_draws_the_most_likely_and_reports_logprobs_of_temperature_one():
@@ -64,9 +64,9 @@ def test_temperature_zero_draws_the_most_likely_and_reports_logprobs_of_temperat
     token, logprob, entropy = draw(logits, uniform, np.float32(0))
     np.testing.assert_array_equal(token, logits.argmax(axis=-1))
     for row in range(8):
-        _, logprobs, wanted = reference(logits[row], 1.0)
+        _, logprobs, expected = reference(logits[row], 1.0)
         np.testing.assert_allclose(logprob[row], logprobs.max(), atol=1e-5)
-        np.testing.assert_allclose(entropy[row], wanted, atol=1e-5)
+        np.testing.assert_allclose(entropy[row], expected, atol=1e-5)
 
 
 @settings(deadline=None, max_examples=40)
@@ -111,10 +111,10 @@ def test_uniforms_depend_only_on_key_and_position():
     rng = np.random.default_rng(0)
     keys = rng.integers(0, 2**32, (6, 2), dtype=np.uint32)
     positions = np.array([0, 1, 2, 3, 100, 4000], np.int32)
-    got = np.asarray(sample_uniforms(keys, positions))
-    assert ((got >= 0) & (got < 1)).all()
+    actual = np.asarray(sample_uniforms(keys, positions))
+    assert ((actual >= 0) & (actual < 1)).all()
     order = rng.permutation(6)[:4]
-    np.testing.assert_array_equal(sample_uniforms(keys[order], positions[order]), got[order])
+    np.testing.assert_array_equal(sample_uniforms(keys[order], positions[order]), actual[order])
     uniforms = np.array([sample_uniforms(keys, np.full(6, position)) for position in range(20)])
     assert len(np.unique(uniforms)) == uniforms.size
 
@@ -156,8 +156,8 @@ def slow_top_p(weights, top_p):
 def test_top_p_agrees_with_sorting(sixtyfourths, top_p):
     weights = sixtyfourths.astype(np.float32) / 64
     weights[np.arange(3), sixtyfourths.argmax(axis=1)] = 1.0
-    got = np.asarray(filter_top_p_jit(weights, np.float32(top_p)))
-    for row, expected in zip(got, weights, strict=True):
+    actual = np.asarray(filter_top_p_jit(weights, np.float32(top_p)))
+    for row, expected in zip(actual, weights, strict=True):
         np.testing.assert_array_equal(row, expected * slow_top_p(expected, top_p))
 
 
@@ -166,8 +166,8 @@ def test_top_p_of_a_large_vocabulary_keeps_the_smallest_set(spread, top_p):
     # With spread 30 most weights are below 1e-38, or 0.
     logits = spread * np.random.default_rng(0).normal(size=(4, 5000))
     weights = np.exp(logits - logits.max(axis=1, keepdims=True)).astype(np.float32)
-    got = np.asarray(filter_top_p_jit(weights, np.float32(top_p)))
-    for row, expected in zip(got, weights.astype(np.float64), strict=True):
+    actual = np.asarray(filter_top_p_jit(weights, np.float32(top_p)))
+    for row, expected in zip(actual, weights.astype(np.float64), strict=True):
         is_kept = row > 0
         np.testing.assert_array_equal(row[is_kept], expected[is_kept])
         last = expected[is_kept].min()
@@ -183,13 +183,13 @@ def test_top_p_draws_follow_the_remaining_distribution():
     probabilities, logprobs, entropy = reference(logits, 0.8)
     ordered = np.sort(probabilities)[::-1]
     last = ordered[np.searchsorted(np.cumsum(ordered), 0.7)]
-    wanted = np.where(probabilities >= last, probabilities, 0)
-    assert 1 < (wanted > 0).sum() < 20
+    expected = np.where(probabilities >= last, probabilities, 0)
+    assert 1 < (expected > 0).sum() < 20
     uniform = (np.arange(num_draws, dtype=np.float32) + 0.5) / num_draws
     rows = np.broadcast_to(logits, (num_draws, 40))
-    token, got_logprob, got_entropy = draw(rows, uniform, np.float32(0.8), np.float32(0.7))
+    token, actual_logprob, actual_entropy = draw(rows, uniform, np.float32(0.8), np.float32(0.7))
     frequencies = np.bincount(token, minlength=40) / num_draws
-    np.testing.assert_allclose(frequencies, wanted / wanted.sum(), atol=2 / num_draws)
+    np.testing.assert_allclose(frequencies, expected / expected.sum(), atol=2 / num_draws)
     # Reported numbers are of the whole distribution, as the trainer computes them.
-    np.testing.assert_allclose(got_logprob, logprobs[token], atol=1e-5)
-    np.testing.assert_allclose(got_entropy, entropy, atol=1e-5)
+    np.testing.assert_allclose(actual_logprob, logprobs[token], atol=1e-5)
+    np.testing.assert_allclose(actual_entropy, entropy, atol=1e-5)

@@ -127,20 +127,20 @@ def test_stop_strings_end_turns_however_they_are_tokenized(players, query, ends)
         after = ends if name == "split" else ("", "")
         ids, mask = teach(player, first + after[0], OBSERVATION, last + after[1])
         pay = RewardCombiner(weights={"format": 1.0, "answer": 1.0})
-        got = play_one(player, search_env(), pay=pay)
+        actual = play_one(player, search_env(), pay=pay)
 
-        assert [turn.text for turn in got.turns] == [first, last]
-        assert [turn.tool_call for turn in got.turns] == [query, None]
-        assert [turn.observation for turn in got.turns] == [OBSERVATION.text, None]
-        assert got.outcome == Outcome.ANSWERED
-        assert got.final_answer == "Paris"
+        assert [turn.text for turn in actual.turns] == [first, last]
+        assert [turn.tool_call for turn in actual.turns] == [query, None]
+        assert [turn.observation for turn in actual.turns] == [OBSERVATION.text, None]
+        assert actual.outcome == Outcome.ANSWERED
+        assert actual.final_answer == "Paris"
         # `format` requires a think block right before the answer; the answer itself is right.
-        assert got.reward == 0.5 + 2.0
-        assert got.reward_parts["exact_match"] == 1.0
+        assert actual.reward == 0.5 + 2.0
+        assert actual.reward_parts["exact_match"] == 1.0
         # The ids include all of the last token, though the text ends inside it.
-        assert got.token_ids.tolist() == ids
-        assert got.loss_mask.tolist() == mask
-        assert got.generated_text == first + OBSERVATION.text + last
+        assert actual.token_ids.tolist() == ids
+        assert actual.loss_mask.tolist() == mask
+        assert actual.generated_text == first + OBSERVATION.text + last
 
 
 def test_stop_strings_do_not_span_turns(player):
@@ -151,9 +151,9 @@ def test_stop_strings_do_not_span_turns(player):
         script(StepResult(observation=half), StepResult(outcome=Outcome.ANSWERED)),
     )
     ids, _ = teach(player, "<search>tower</search></", half, "search> and on</answer>")
-    got = play_one(player, env)
+    actual = play_one(player, env)
     assert env.texts == ["<search>tower</search>", "search> and on</answer>"]
-    assert got.token_ids.tolist() == ids
+    assert actual.token_ids.tolist() == ids
 
 
 def test_an_end_of_turn_id_stays_in_the_ids_and_out_of_the_text(player):
@@ -163,22 +163,22 @@ def test_an_end_of_turn_id_stays_in_the_ids_and_out_of_the_text(player):
         script(StepResult(observation=more), StepResult(outcome=Outcome.ANSWERED)),
     )
     ids, mask = teach(player, f"hello{END}", more, f"bye{END}")
-    got = play_one(player, env)
+    actual = play_one(player, env)
     assert env.texts == ["hello", "bye"]
     assert ids[-1] == player.tokenizer.eos_ids[0]
-    assert got.token_ids.tolist() == ids
-    assert got.loss_mask.tolist() == mask
+    assert actual.token_ids.tolist() == ids
+    assert actual.loss_mask.tolist() == mask
 
 
 def test_a_turn_without_observation_prefills_nothing(player):
     # A search that was never opened earns no observation.
     ids, mask = teach(player, "oh</search>", "so <answer>Paris</answer>")
     before = player.engine.counts.prefilled_resume
-    got = play_one(player, search_env())
-    assert [turn.text for turn in got.turns] == ["oh</search>", "so <answer>Paris</answer>"]
-    assert [turn.observation for turn in got.turns] == [None, None]
-    assert got.token_ids.tolist() == ids
-    assert got.loss_mask.tolist() == mask
+    actual = play_one(player, search_env())
+    assert [turn.text for turn in actual.turns] == ["oh</search>", "so <answer>Paris</answer>"]
+    assert [turn.observation for turn in actual.turns] == [None, None]
+    assert actual.token_ids.tolist() == ids
+    assert actual.loss_mask.tolist() == mask
     assert player.engine.counts.prefilled_resume == before
 
 
@@ -200,18 +200,18 @@ def test_turns_have_their_tokens_and_rewards(player, first):
     }
     weights = {"exact_match": 1.0, "turn_reward": 2.0, "count_tokens": 0.0}
     pay = RewardCombiner(weights=weights, custom_parts=parts)
-    got = play_one(player, search_env(), pay=pay)
-    assert [got.token_ids[start] for start in got.turn_starts] == [
+    actual = play_one(player, search_env(), pay=pay)
+    assert [actual.token_ids[start] for start in actual.turn_starts] == [
         player.tokenizer.encode(text)[0] for text in (first, LAST)
     ]
     num_first = len(player.tokenizer.encode(first))
-    wanted_turns = [*[0] * num_first, *[1] * (sum(mask) - num_first)]
-    assert got.token_turns[got.loss_mask].tolist() == wanted_turns
+    expected_turns = [*[0] * num_first, *[1] * (sum(mask) - num_first)]
+    assert actual.token_turns[actual.loss_mask].tolist() == expected_turns
     first_reward = 2.0 if first == FIRST else 0.5
-    assert (got.turn_rewards, got.rest_reward) == ((first_reward, 0.5), 1.0)
-    assert got.reward == first_reward + 1.5
-    assert got.reward_parts["turn_reward"] == (first_reward + 0.5) / 2
-    assert got.reward_parts["count_tokens"] == len(ids) - got.prompt_length
+    assert (actual.turn_rewards, actual.rest_reward) == ((first_reward, 0.5), 1.0)
+    assert actual.reward == first_reward + 1.5
+    assert actual.reward_parts["turn_reward"] == (first_reward + 0.5) / 2
+    assert actual.reward_parts["count_tokens"] == len(ids) - actual.prompt_length
 
 
 def test_records_of_a_failed_judge_stay_with_the_trajectory(player):
@@ -221,12 +221,12 @@ def test_records_of_a_failed_judge_stay_with_the_trajectory(player):
         return [[ArithmeticError("no score")]]
 
     teach(player, LAST)
-    got = play_one(player, search_env(), pay=fail)
-    assert not got.is_scored
-    [record] = got.reward_records
+    actual = play_one(player, search_env(), pay=fail)
+    assert not actual.is_scored
+    [record] = actual.reward_records
     assert (record.tool, record.attempts) == ("helpful", 3)
     assert record.call.encode().endswith(b" good?")  # valid in a file
-    assert got.call_records == []  # only its tools' records
+    assert actual.call_records == []  # only its tools' records
 
 
 def with_limits(**limits):
@@ -252,29 +252,29 @@ def test_the_response_budget_counts_sampled_tokens_only(player):
 def test_a_search_that_spends_the_budget_gets_no_observation(player):
     ids, mask = teach(player, FIRST, OBSERVATION, LAST)
     num_first = len(player.tokenizer.encode(FIRST))
-    got = play_one(player, search_env(), limits=with_limits(max_response_tokens=num_first))
-    assert got.outcome == Outcome.OUT_OF_BUDGET
-    assert [(turn.text, turn.tool_call, turn.observation) for turn in got.turns] == [
+    actual = play_one(player, search_env(), limits=with_limits(max_response_tokens=num_first))
+    assert actual.outcome == Outcome.OUT_OF_BUDGET
+    assert [(turn.text, turn.tool_call, turn.observation) for turn in actual.turns] == [
         (FIRST, "the tower", None)
     ]
-    assert got.token_ids.tolist() == ids[: mask.index(True) + num_first]
+    assert actual.token_ids.tolist() == ids[: mask.index(True) + num_first]
 
 
 @pytest.mark.parametrize("limit", [0, 7])
 def test_an_observation_is_cut_inside_its_tags(player, limit):
     teach(player, FIRST)
-    got = play_one(player, search_env(), limits=with_limits(max_observation_tokens=limit))
+    actual = play_one(player, search_env(), limits=with_limits(max_observation_tokens=limit))
     shown = f"\n\n<information>{FOUND[:limit]}</information>\n\n"  # a token a character
-    assert got.turns[0].observation == shown
-    start = got.prompt_length + len(player.tokenizer.encode(FIRST))
-    wanted = [
+    assert actual.turns[0].observation == shown
+    start = actual.prompt_length + len(player.tokenizer.encode(FIRST))
+    expected = [
         token
         for part in ("\n\n<information>", FOUND[:limit], "</information>\n\n")
         for token in player.tokenizer.encode(part)
     ]
-    assert got.token_ids.tolist()[start : start + len(wanted)] == wanted
-    assert not got.loss_mask[start : start + len(wanted)].any()
-    assert got.loss_mask[start + len(wanted)]
+    assert actual.token_ids.tolist()[start : start + len(expected)] == expected
+    assert not actual.loss_mask[start : start + len(expected)].any()
+    assert actual.loss_mask[start + len(expected)]
 
 
 def test_an_observation_is_cut_to_the_remaining_tokens(player):
@@ -284,18 +284,18 @@ def test_an_observation_is_cut_to_the_remaining_tokens(player):
     )
     # Room for the tags, three tokens of the body and one token to sample.
     limits = with_limits(max_total_tokens=len(ids) + num_tags + 4)
-    got = play_one(player, search_env(), limits=limits)
-    assert got.turns[0].observation == f"\n\n<information>{FOUND[:3]}</information>\n\n"
-    assert got.outcome == Outcome.OUT_OF_BUDGET
-    assert len(got.token_ids) == limits.max_total_tokens
-    assert got.num_sampled == sum(mask) + 1
+    actual = play_one(player, search_env(), limits=limits)
+    assert actual.turns[0].observation == f"\n\n<information>{FOUND[:3]}</information>\n\n"
+    assert actual.outcome == Outcome.OUT_OF_BUDGET
+    assert len(actual.token_ids) == limits.max_total_tokens
+    assert actual.num_sampled == sum(mask) + 1
 
     # With room for the tags alone nothing could be sampled after them, so they are left out.
     limits = with_limits(max_total_tokens=len(ids) + num_tags)
-    got = play_one(player, search_env(), limits=limits)
-    assert got.outcome == Outcome.OUT_OF_BUDGET
-    assert [turn.observation for turn in got.turns] == [None]
-    assert got.token_ids.tolist() == ids
+    actual = play_one(player, search_env(), limits=limits)
+    assert actual.outcome == Outcome.OUT_OF_BUDGET
+    assert [turn.observation for turn in actual.turns] == [None]
+    assert actual.token_ids.tolist() == ids
 
 
 def test_a_prompt_that_is_too_long_is_refused(player):
@@ -313,11 +313,11 @@ def test_truncate_left_keeps_the_end_of_the_prompt(player):
     question = "In which of the many towns is the tower, where?"
     teach(player, LAST, question=question)
     limits = with_limits(max_prompt_tokens=12, overlong_prompts="truncate_left")
-    got = play_one(player, search_env(), question, limits=limits)
+    actual = play_one(player, search_env(), question, limits=limits)
     prompt = player.tokenizer.render_prompt([{"role": "user", "content": question}])
     assert len(prompt) > 12
-    assert got.prompt_length == 12
-    assert got.token_ids[:12].tolist() == prompt[-12:]
+    assert actual.prompt_length == 12
+    assert actual.token_ids[:12].tolist() == prompt[-12:]
 
 
 class DeadSearch(SearchEngine):
@@ -330,32 +330,32 @@ def test_a_search_error_ends_the_episode_without_a_reward(player):
     env = search_env(DeadSearch())
     scored = []
     env.score = scored.append
-    got = play_one(player, env)
-    assert got.outcome == Outcome.ENVIRONMENT_ERROR
-    assert (got.reward, got.reward_parts, got.final_answer) == (0.0, {}, "")
+    actual = play_one(player, env)
+    assert actual.outcome == Outcome.ENVIRONMENT_ERROR
+    assert (actual.reward, actual.reward_parts, actual.final_answer) == (0.0, {}, "")
     assert scored == []
-    assert got.turns[0].error == "the server is gone"
-    assert got.turns[0].tool_call == "the tower"
-    assert got.token_ids.tolist() == ids
+    assert actual.turns[0].error == "the server is gone"
+    assert actual.turns[0].tool_call == "the tower"
+    assert actual.token_ids.tolist() == ids
 
 
 def test_search_results_cannot_forge_tokens_or_tags(player):
     body = f"x{END}</search>"
     teach(player, FIRST)
-    got = play_one(player, search_env(KeywordSearch({"tower": body})))
+    actual = play_one(player, search_env(KeywordSearch({"tower": body})))
     cleaned = f"x{END}‹/search›"
-    assert got.turns[0].observation == f"\n\n<information>{cleaned}</information>\n\n"
+    assert actual.turns[0].observation == f"\n\n<information>{cleaned}</information>\n\n"
     tokenizer = player.tokenizer
-    start = got.prompt_length + len(tokenizer.encode(FIRST))
-    inserted = got.token_ids[start:][~got.loss_mask[start:]]
-    assert tokenizer.decode(inserted) == got.turns[0].observation
+    start = actual.prompt_length + len(tokenizer.encode(FIRST))
+    inserted = actual.token_ids[start:][~actual.loss_mask[start:]]
+    assert tokenizer.decode(inserted) == actual.turns[0].observation
     assert not np.isin(inserted, tokenizer.encode(END)).any()
 
 
 def test_a_failure_to_score_is_an_environment_error_of_that_sample_alone(player):
     """After a failure, each sample of the group is scored alone."""
     teach(player, FIRST, OBSERVATION, LAST)
-    wanted = player.play(search_env(), ["Where?"], group_size=3)
+    expected = player.play(search_env(), ["Where?"], group_size=3)
     env, failing = search_env(), []
     score = env.score
 
@@ -366,9 +366,9 @@ def test_a_failure_to_score_is_an_environment_error_of_that_sample_alone(player)
         return score(group)
 
     env.score = score_all_but_the_first
-    got = player.play(env, ["Where?"], group_size=3)
-    assert [t.is_scored for t in got] == [False, True, True]
-    for trajectory, scored in zip(got, wanted, strict=True):
+    actual = player.play(env, ["Where?"], group_size=3)
+    assert [t.is_scored for t in actual] == [False, True, True]
+    for trajectory, scored in zip(actual, expected, strict=True):
         assert trajectory.token_ids.tolist() == scored.token_ids.tolist()
         if trajectory.is_scored:
             assert trajectory.reward_parts == scored.reward_parts
@@ -425,10 +425,10 @@ def test_a_failed_step_is_an_environment_error(player):
     env = search_env()
     for step, error in STEPS:
         env.step = step
-        got = play_one(player, env)
-        assert got.outcome == Outcome.ENVIRONMENT_ERROR
-        assert got.turns[-1].error.startswith(error)
-        assert got.turns[-1].text == FIRST.removesuffix("\n\n")
+        actual = play_one(player, env)
+        assert actual.outcome == Outcome.ENVIRONMENT_ERROR
+        assert actual.turns[-1].error.startswith(error)
+        assert actual.turns[-1].text == FIRST.removesuffix("\n\n")
         assert player.engine.is_idle
 
 
@@ -454,13 +454,18 @@ def test_an_outage_with_a_fallback_ends_as_an_unscored_environment_error(player)
     _, mask = teach(player, FIRST, OBSERVATION, LAST)
     env, scored = search_env(Down(FOUND)), []
     env.score = scored.append
-    got = play_one(player, env)
-    assert got.outcome == Outcome.ENVIRONMENT_ERROR
-    assert (got.error, got.reward, got.reward_parts, scored) == ("nobody is there", 0.0, {}, [])
-    first, last = got.turns
+    actual = play_one(player, env)
+    assert actual.outcome == Outcome.ENVIRONMENT_ERROR
+    assert (actual.error, actual.reward, actual.reward_parts, scored) == (
+        "nobody is there",
+        0.0,
+        {},
+        [],
+    )
+    first, last = actual.turns
     assert first.observation == OBSERVATION.text
     assert last.text == LAST.removesuffix(".")
-    assert got.loss_mask.tolist() == mask[: len(got.loss_mask)]
+    assert actual.loss_mask.tolist() == mask[: len(actual.loss_mask)]
     assert first.records == (
         CallRecord(call="the tower", attempts=2, waited_s=first.latency_s, error="nobody is there"),
     )
@@ -476,18 +481,18 @@ def test_an_outage_raised_by_an_environment_is_never_scored(player, method):
             with pytest.raises(OutageError):
                 play_one(player, env)
         else:
-            got = play_one(player, env)
-            assert got.outcome == Outcome.ENVIRONMENT_ERROR
-            assert "OutageError: nobody is there" in got.error
+            actual = play_one(player, env)
+            assert actual.outcome == Outcome.ENVIRONMENT_ERROR
+            assert "OutageError: nobody is there" in actual.error
 
 
 def test_a_score_that_is_not_a_number_is_an_environment_error(player):
     teach(player, FIRST, OBSERVATION, LAST)
     env = search_env()
     env.score = lambda _: [Reward(total=float("nan"), parts={}, final_answer="")]
-    got = play_one(player, env)
-    assert (got.outcome, got.reward) == (Outcome.ENVIRONMENT_ERROR, 0.0)
-    assert got.turns[-1].error.startswith("score: ValueError: the reward's 'total' is nan")
+    actual = play_one(player, env)
+    assert (actual.outcome, actual.reward) == (Outcome.ENVIRONMENT_ERROR, 0.0)
+    assert actual.turns[-1].error.startswith("score: ValueError: the reward's 'total' is nan")
 
 
 @pytest.mark.parametrize("method", ["step", "score", "start"])
@@ -512,8 +517,8 @@ def test_a_task_that_cannot_start_is_an_environment_error(player):
 
     env.start = start_all_but_one
     for questions in (["Bad?", "Where?"], ["Bad?"]):
-        *failed, last = got = player.play(env, questions, group_size=2)
-        assert len(got) == 2 * len(questions)
+        *failed, last = actual = player.play(env, questions, group_size=2)
+        assert len(actual) == 2 * len(questions)
         assert (last.outcome == Outcome.ANSWERED) == (len(questions) == 2)
         for trajectory in failed[:2]:
             assert trajectory.outcome == Outcome.ENVIRONMENT_ERROR

@@ -62,28 +62,28 @@ def play(player, env, **settings):
 
 
 @pytest.fixture(scope="module")
-def wanted(player):
+def expected(player):
     """The samples of one schedule."""
-    got = play(player, SlowEnv(STOPS), schedule=ReplySchedule(lag_chunks=1))
-    assert max(len(trajectory.turns) for trajectory in got) == 3
-    return got
+    actual = play(player, SlowEnv(STOPS), schedule=ReplySchedule(lag_chunks=1))
+    assert max(len(trajectory.turns) for trajectory in actual) == 3
+    return actual
 
 
-def assert_same(got, wanted, *, tolerance):
-    for a, b in zip(got, wanted, strict=True):
+def assert_same(actual, expected, *, tolerance):
+    for a, b in zip(actual, expected, strict=True):
         assert a.token_ids.tolist() == b.token_ids.tolist()
         np.testing.assert_array_equal(a.loss_mask, b.loss_mask)
         np.testing.assert_allclose(a.rollout_logprobs, b.rollout_logprobs, atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_samples_do_not_depend_on_the_schedule(player, wanted, schedule):
-    got = play(player, SlowEnv(STOPS, 0.02), schedule=schedule)
-    assert_same(got, wanted, tolerance=5e-5)
+def test_samples_do_not_depend_on_the_schedule(player, expected, schedule):
+    actual = play(player, SlowEnv(STOPS, 0.02), schedule=schedule)
+    assert_same(actual, expected, tolerance=5e-5)
 
 
-def test_samples_do_not_depend_on_the_length_of_chunks(wanted):
-    assert_same(play(build_player(chunk_tokens=2), SlowEnv(STOPS)), wanted, tolerance=5e-5)
+def test_samples_do_not_depend_on_the_length_of_chunks(expected):
+    assert_same(play(build_player(chunk_tokens=2), SlowEnv(STOPS)), expected, tolerance=5e-5)
 
 
 @pytest.mark.parametrize("lag", [1, 3])
@@ -117,7 +117,7 @@ def test_the_device_has_a_chunk_while_the_environment_works(player, monkeypatch,
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES[1:])
-def test_calls_do_not_wait_for_one_another(player, wanted, schedule):
+def test_calls_do_not_wait_for_one_another(player, expected, schedule):
     # The first call returns when a second one has begun.
     second = threading.Event()
 
@@ -131,30 +131,30 @@ def test_calls_do_not_wait_for_one_another(player, wanted, schedule):
             second.set()
             return super().step(episodes, texts)
 
-    assert_same(play(player, Waiting(STOPS), schedule=schedule), wanted, tolerance=5e-5)
+    assert_same(play(player, Waiting(STOPS), schedule=schedule), expected, tolerance=5e-5)
 
 
 def env_threads():
     return [thread for thread in threading.enumerate() if thread.name.startswith("env")]
 
 
-def assert_clean(player, wanted):
+def assert_clean(player, expected):
     """Check that no request, thread or cache is left and that the next rollout is unaffected."""
     assert player.engine.is_idle
     assert player.engine.num_running == 0
     assert env_threads() == []
     assert cache_bytes(player.engine) == 0
-    assert_same(play(player, SlowEnv(STOPS)), wanted, tolerance=5e-5)
+    assert_same(play(player, SlowEnv(STOPS)), expected, tolerance=5e-5)
 
 
 @pytest.mark.parametrize(
     ("schedule", "num_calls"), [(SCHEDULES[0], 1), (SCHEDULES[1], 4), (ARRIVAL, 4)]
 )
-def test_a_rollout_can_be_interrupted(player, wanted, schedule, num_calls):
+def test_a_rollout_can_be_interrupted(player, expected, schedule, num_calls):
     answers = iter([False] * (num_calls - 1) + [True])
     with pytest.raises(Interrupted):
         play(player, SlowEnv(STOPS, 0.01), schedule=schedule, should_stop=lambda: next(answers))
-    assert_clean(player, wanted)
+    assert_clean(player, expected)
 
 
 class Broken(SlowEnv):
@@ -170,8 +170,8 @@ class Broken(SlowEnv):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES[1:])
-def test_a_failed_call_is_repeated_for_each_episode_alone(player, wanted, schedule):
-    assert_same(play(player, Broken(STOPS, 0.01), schedule=schedule), wanted, tolerance=5e-5)
+def test_a_failed_call_is_repeated_for_each_episode_alone(player, expected, schedule):
+    assert_same(play(player, Broken(STOPS, 0.01), schedule=schedule), expected, tolerance=5e-5)
     assert player.engine.is_idle
 
 
@@ -194,23 +194,23 @@ class Hanging(SlowEnv):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES[1:])
-def test_a_call_that_hangs_costs_only_its_own_episodes(player, wanted, schedule):
+def test_a_call_that_hangs_costs_only_its_own_episodes(player, expected, schedule):
     env = Hanging()
-    got = play(player, env, schedule=dataclasses.replace(schedule, deadline_s=0.3))
-    lost = [t for t in got if t.outcome == Outcome.ENVIRONMENT_ERROR]
+    actual = play(player, env, schedule=dataclasses.replace(schedule, deadline_s=0.3))
+    lost = [t for t in actual if t.outcome == Outcome.ENVIRONMENT_ERROR]
     assert len(lost) == len(env.hung) > 0
     error = "Hanging.step: no reply within 0.3 s (config.env.step_deadline_s)"
     assert [t.turns[-1].error for t in lost] == [error] * len(lost)
-    for trajectory, whole in zip(got, wanted, strict=True):
+    for trajectory, whole in zip(actual, expected, strict=True):
         if trajectory.is_scored:
             assert trajectory.token_ids.tolist() == whole.token_ids.tolist()
     assert [thread.daemon for thread in env_threads()] == [True]  # the process can exit
     env.go.set()
     assert player.engine.is_idle
-    assert_same(play(player, SlowEnv(STOPS)), wanted, tolerance=5e-5)
+    assert_same(play(player, SlowEnv(STOPS)), expected, tolerance=5e-5)
 
 
-def test_a_rollout_is_interrupted_while_a_call_hangs(player, wanted, monkeypatch):
+def test_a_rollout_is_interrupted_while_a_call_hangs(player, expected, monkeypatch):
     monkeypatch.setattr(rollout, "IDLE_POLL_S", 0.05)
     monkeypatch.setattr(rollout, "_ABORT_TIMEOUT_S", 0.1)
     env = Hanging()
@@ -221,10 +221,10 @@ def test_a_rollout_is_interrupted_while_a_call_hangs(player, wanted, monkeypatch
     env.go.set()
     while env_threads():
         time.sleep(0.01)
-    assert_clean(player, wanted)
+    assert_clean(player, expected)
 
 
-def test_an_error_in_the_middle_of_a_chunk_leaves_the_engine_usable(player, wanted, monkeypatch):
+def test_an_error_in_the_middle_of_a_chunk_leaves_the_engine_usable(player, expected, monkeypatch):
     engine, decode = player.engine, player.engine._decode
     calls = iter(range(100))
 
@@ -238,7 +238,7 @@ def test_an_error_in_the_middle_of_a_chunk_leaves_the_engine_usable(player, want
         patch.setattr(engine, "_decode", failing)
         with pytest.raises(MemoryError):
             play(player, SlowEnv(STOPS))
-    assert_clean(player, wanted)
+    assert_clean(player, expected)
 
 
 def live_bytes():
@@ -351,13 +351,13 @@ def test_each_token_has_the_version_of_the_weights_that_drew_it(player):
     groups, _ = play_in_steps(player, SlowEnv(STOPS), schedule, max_unfinished=4, params=params)
     whole = flatten_groups(play_at_once(player, schedule))
     num_mixed = 0
-    for got, alone in zip(flatten_groups(groups), whole, strict=True):
-        versions = got.policy_versions[got.loss_mask]
+    for actual, alone in zip(flatten_groups(groups), whole, strict=True):
+        versions = actual.policy_versions[actual.loss_mask]
         assert (np.diff(versions) >= 0).all()
-        old = np.flatnonzero(got.loss_mask)[versions == 0]
-        assert got.token_ids[old].tolist() == alone.token_ids[old].tolist()
+        old = np.flatnonzero(actual.loss_mask)[versions == 0]
+        assert actual.token_ids[old].tolist() == alone.token_ids[old].tolist()
         np.testing.assert_allclose(
-            got.rollout_logprobs[old], alone.rollout_logprobs[old], atol=5e-5, rtol=0
+            actual.rollout_logprobs[old], alone.rollout_logprobs[old], atol=5e-5, rtol=0
         )
         num_mixed += 0 < len(old) < len(versions)
     assert num_mixed
@@ -385,9 +385,9 @@ def test_unfinished_groups_survive_an_evaluation_but_not_a_rollback(player):
     assert len(finished) == len(DRAWS) - 1
     for group in whole:
         if group.task_id in finished:
-            got = finished[group.task_id].trajectories
+            actual = finished[group.task_id].trajectories
             ids = [t.token_ids.tolist() for t in group.trajectories]
-            assert [t.token_ids.tolist() for t in got] == ids
+            assert [t.token_ids.tolist() for t in actual] == ids
     # After a rollback the stage has another number: nothing is continued, and nothing is left.
     back = unfinished(DRAWS, sampling(0, 3, stage=5))
     assert sum(group is None for group in back) == 3
@@ -426,8 +426,8 @@ def test_a_mixture_samples_each_environment_as_if_alone(mixed_player, schedule):
     for name, env in envs.items():
         alone = make({name: env}, player.tokenizer, {name: automata[name]}, ROOMY, schedule)
         own = [draw for draw in draws if draw.task.environment == name]
-        got = [group for group in groups if group.trajectories[0].task.environment == name]
-        assert_same(flatten_groups(got), flatten_groups(alone(own, sampling())), tolerance=5e-5)
+        actual = [group for group in groups if group.trajectories[0].task.environment == name]
+        assert_same(flatten_groups(actual), flatten_groups(alone(own, sampling())), tolerance=5e-5)
     # A turn ends only at its own environment's stop strings, also after an observation.
     for group in groups:
         stops = MIXED_STOPS[group.trajectories[0].task.environment]

@@ -42,7 +42,7 @@ def test_program_parts_share_no_input():
 def test_donated_parameters_are_never_all_in_memory(policy, dtype):
     params = tiny_params(policy)
     on_device = jax.device_put(params, jax.devices()[0])
-    wanted = jax.device_get(build_converter(policy, jnp.dtype(dtype)).convert(on_device))
+    expected = jax.device_get(build_converter(policy, jnp.dtype(dtype)).convert(on_device))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(on_device))
 
     read, sizes = [], []
@@ -57,7 +57,7 @@ def test_donated_parameters_are_never_all_in_memory(policy, dtype):
 
     converter = build_converter(policy, jnp.dtype(dtype))
     weights = converter.convert(jax.tree.map(on_disk, params))
-    jax.tree.map(np.testing.assert_array_equal, weights, wanted)
+    jax.tree.map(np.testing.assert_array_equal, weights, expected)
     assert len(read) == len(jax.tree.leaves(params))
     # A parameter that is not deleted is itself a weight.
     weight_ids = {id(leaf) for leaf in jax.tree.leaves(weights)}

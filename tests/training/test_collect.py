@@ -94,11 +94,11 @@ def tasks_of(groups):
 
 
 def test_without_a_filter_a_step_is_one_batch():
-    got = run(make_sampler([1, 1], [0, 0]))
-    assert tasks_of(got.groups) == ["q0", "q0", "q1", "q1"]
-    assert (got.num_tasks_taken, got.buffered_groups) == (2, [])
-    assert got.metrics["rollout/num_generated"] == 4
-    assert got.metrics["filter/kept_share"] == 1.0
+    actual = run(make_sampler([1, 1], [0, 0]))
+    assert tasks_of(actual.groups) == ["q0", "q0", "q1", "q1"]
+    assert (actual.num_tasks_taken, actual.buffered_groups) == (2, [])
+    assert actual.metrics["rollout/num_generated"] == 4
+    assert actual.metrics["filter/kept_share"] == 1.0
 
 
 def test_partial_groups_are_counted():
@@ -110,11 +110,11 @@ def test_partial_groups_are_counted():
 
 def test_dynamic_sampling_draws_until_enough_groups_differ():
     sample = make_sampler([1, 1], [1, 0], [0, 0], [0, 0], [0, 1], [1, 0])
-    got = run(sample, **{"filter.name": "varied"})
+    actual = run(sample, **{"filter.name": "varied"})
     assert sample.calls == [[(0, 0), (1, 0)], [(2, 0), (3, 0)], [(4, 0), (5, 0)]]
-    assert [group.task_id for group in got.groups] == ["q1", "q4"]
+    assert [group.task_id for group in actual.groups] == ["q1", "q4"]
     # The third differing group is left over, and dropped.
-    assert (got.num_tasks_taken, got.buffered_groups) == (6, [])
+    assert (actual.num_tasks_taken, actual.buffered_groups) == (6, [])
     expected = {
         "rollout/num_generated": 12,
         "filter/num_batches": 3,
@@ -125,7 +125,7 @@ def test_dynamic_sampling_draws_until_enough_groups_differ():
         "filter/all_wrong_share": 2 / 6,
         "filter/mixed_share": 3 / 6,
     }
-    assert {name: got.metrics[name] for name in expected} == expected
+    assert {name: actual.metrics[name] for name in expected} == expected
 
 
 def test_leftover_groups_are_carried_over_and_come_first():
@@ -159,9 +159,9 @@ def test_online_filtering_is_strict_and_counts_scored_members_only():
         "filter.range.low": 0.25,
         "filter.range.high": 0.75,
     }
-    got = run(make_sampler(*groups, [1, 0, 0, 1]), **changes, **{"filter.tasks_per_batch": 5})
+    actual = run(make_sampler(*groups, [1, 0, 0, 1]), **changes, **{"filter.tasks_per_batch": 5})
     # 2 of 3 and 2 of 4; 1/4 and 3/4 lie on the bounds.
-    assert sorted(set(tasks_of(got.groups))) == ["q0", "q4"]
+    assert sorted(set(tasks_of(actual.groups))) == ["q0", "q4"]
 
 
 @pytest.mark.parametrize(("metric", "task"), [("acc", "q2"), ("score", "q1"), ("seq_reward", "q0")])
@@ -176,8 +176,8 @@ def test_the_metric_says_what_a_group_is_compared_by(metric, task):
         "rollout.tasks_per_step": 1, "shaping.overlong_buffer": 4,
         "shaping.overlong_max_tokens": 10,
     }  # fmt: skip
-    got = run(table, **changes)
-    assert set(tasks_of(got.groups)) == {task}
+    actual = run(table, **changes)
+    assert set(tasks_of(actual.groups)) == {task}
 
 
 @pytest.mark.parametrize(
@@ -212,8 +212,8 @@ def test_by_turns_a_group_differs_where_a_member_earned_later():
         "filter.name": "varied", "filter.key": "score", "filter.tasks_per_batch": 2,
         "rollout.tasks_per_step": 1, "filter.max_batches": 1,
     }  # fmt: skip
-    got = run(table, **changes, **{"advantage.by_turn": True})
-    assert set(tasks_of(got.groups)) == {"q1"}
+    actual = run(table, **changes, **{"advantage.by_turn": True})
+    assert set(tasks_of(actual.groups)) == {"q1"}
     with pytest.raises(NotEnoughGroupsError):
         run(table, **changes)
 
@@ -247,22 +247,22 @@ def test_the_final_reward_counts_the_kl_penalty():
 def test_groups_without_success_or_abstention_are_sampled_again_as_a_whole():
     sample = make_sampler(([0, 0], [0, 0], [1, 0]), [0, 1], ([0, 0], [1, 1]))
     changes = {"filter.resample_attempts": 2}
-    got = run(sample, **changes, **{"rollout.tasks_per_step": 3})
+    actual = run(sample, **changes, **{"rollout.tasks_per_step": 3})
     assert sample.calls == [[(0, 0), (1, 0), (2, 0)], [(0, 1), (2, 1)], [(0, 2)]]
-    assert [t.attempt for t in flatten_groups(got.groups)] == [2, 2, 0, 0, 1, 1]
-    assert [t.reward for t in flatten_groups(got.groups)] == [1, 0, 0, 1, 1, 1]
-    assert [group.task_id for group in got.groups] == ["q0", "q1", "q2"]
-    assert got.metrics["filter/resampled_groups"] == 3
-    assert got.metrics["rollout/num_generated"] == 12
+    assert [t.attempt for t in flatten_groups(actual.groups)] == [2, 2, 0, 0, 1, 1]
+    assert [t.reward for t in flatten_groups(actual.groups)] == [1, 0, 0, 1, 1, 1]
+    assert [group.task_id for group in actual.groups] == ["q0", "q1", "q2"]
+    assert actual.metrics["filter/resampled_groups"] == 3
+    assert actual.metrics["rollout/num_generated"] == 12
 
 
 def test_resampling_waits_for_the_late_stage():
     sample = make_sampler(([0, 0], [1, 1]), [0, 1])
     early, late = (Controllers(gate=StageGate(is_late=is_late)) for is_late in (False, True))
-    got = run(sample, **{"filter.resample_attempts": 2}, controllers=early)
-    assert [t.attempt for t in flatten_groups(got.groups)] == [0, 0, 0, 0]
-    got = run(sample, **{"filter.resample_attempts": 2}, controllers=late)
-    assert [t.attempt for t in flatten_groups(got.groups)] == [1, 1, 0, 0]
+    actual = run(sample, **{"filter.resample_attempts": 2}, controllers=early)
+    assert [t.attempt for t in flatten_groups(actual.groups)] == [0, 0, 0, 0]
+    actual = run(sample, **{"filter.resample_attempts": 2}, controllers=late)
+    assert [t.attempt for t in flatten_groups(actual.groups)] == [1, 1, 0, 0]
 
 
 @pytest.mark.parametrize(("size", "taken"), [(4, 2), (1, 1)])

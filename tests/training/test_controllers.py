@@ -93,8 +93,8 @@ def test_the_threshold_is_the_median_over_samples_that_have_windows():
     none = np.zeros(0, np.float32)
     samples = [none, np.array([1.0, 3.0]), np.array([9.0]), none, np.array([4.0, 4.0])]
     # First quartiles 1.5, 9 and 4, whose median is 4; of all five windows together it is 3.
-    got = EntropyThreshold().update(samples, percentile=25.0)
-    assert got.value == 4.0
+    actual = EntropyThreshold().update(samples, percentile=25.0)
+    assert actual.value == 4.0
     assert EntropyThreshold().update(samples[:4], percentile=50.0).value == 5.5
     assert EntropyThreshold(value=2.0).update(samples, percentile=50.0, decay=0.5).value == 3.0
 
@@ -215,8 +215,8 @@ def test_states_survive_json_bit_for_bit(name, kl):
 
 def test_a_changed_configuration_keeps_what_it_still_reads():
     # Another controller of the KL term starts afresh; the rest goes on.
-    got = through_json(MOVED, **{"kl.controller": "log"})
-    assert got == dataclasses.replace(MOVED, kl=LogKL(0.02))
+    actual = through_json(MOVED, **{"kl.controller": "log"})
+    assert actual == dataclasses.replace(MOVED, kl=LogKL(0.02))
     # What is turned off is dropped; what is turned on starts afresh.
     off = through_json(MOVED, **{"shaping.entropy_reward": False, "shaping.boundary_aware": False})
     assert off == Controllers(buckets=MOVED.buckets, kl=MOVED.kl, skipped=MOVED.skipped)
@@ -370,20 +370,20 @@ def test_coefficients_follow_the_distance_to_the_previous_target():
         *make_group(2, 1, 3, [4]),
         *make_group(3, 0, 3, [6, 7, 8]),
     ]
-    got, windows = update(calibrated(method), batch, method)
+    actual, windows = update(calibrated(method), batch, method)
     assert [w.num_high for w in windows] == [10, 10, 10, 12, 14, 16, 4, 4, 4, 6, 7, 8]
-    assert got.buckets.buckets == {"t0": "easy", "t1": "easy", "t2": "medium", "t3": "hard"}
-    assert got.coefficients.alphas == pytest.approx({"easy": 0.6, "medium": 0.0, "hard": 0.65})
-    assert got.coefficients.targets == {"easy": 12, "medium": 4, "hard": 7}
+    assert actual.buckets.buckets == {"t0": "easy", "t1": "easy", "t2": "medium", "t3": "hard"}
+    assert actual.coefficients.alphas == pytest.approx({"easy": 0.6, "medium": 0.0, "hard": 0.65})
+    assert actual.coefficients.targets == {"easy": 12, "medium": 4, "hard": 7}
 
 
 def test_the_coefficients_have_the_settings_of_the_configuration():
     changes = {"shaping.alpha_step": 0.5, "shaping.alpha_max": 1.0, "shaping.entropy_decay": 1.0}
     method = ares_method(**changes)
     batch = [*make_group(0, 3, 3, [11]), *make_group(3, 0, 3, [7])]
-    got, _ = update(calibrated(method, easy=0.25), batch, method)
-    assert got.coefficients.alphas == pytest.approx({"easy": 0.75, "medium": 0.5, "hard": 1.0})
-    assert got.coefficients.targets == {"easy": 11, "medium": 20, "hard": 7}  # one was absent
+    actual, _ = update(calibrated(method, easy=0.25), batch, method)
+    assert actual.coefficients.alphas == pytest.approx({"easy": 0.75, "medium": 0.5, "hard": 1.0})
+    assert actual.coefficients.targets == {"easy": 11, "medium": 20, "hard": 7}  # one was absent
 
 
 def test_an_update_uses_the_difficulties_of_its_own_batch():
@@ -391,9 +391,9 @@ def test_an_update_uses_the_difficulties_of_its_own_batch():
     controllers = dataclasses.replace(
         calibrated(method), buckets=DifficultyBuckets({"t0": "hard", "t9": "medium"})
     )
-    got, _ = update(controllers, make_group(0, 3, 3, [12]), method)
-    assert got.buckets.buckets == {"t0": "easy", "t9": "medium"}
-    assert got.coefficients.alphas == pytest.approx({"easy": 0.6, "medium": 0.5, "hard": 0.5})
+    actual, _ = update(controllers, make_group(0, 3, 3, [12]), method)
+    assert actual.buckets.buckets == {"t0": "easy", "t9": "medium"}
+    assert actual.coefficients.alphas == pytest.approx({"easy": 0.6, "medium": 0.5, "hard": 0.5})
 
 
 # Divergences.
@@ -420,8 +420,8 @@ def update_kl(controllers, trajectories, divergences, method):
 
 def test_means_per_token_leave_out_what_has_no_token():
     last = make_trajectory(task_number=2, length=2)
-    got = compute_mean_divergences(with_divergences([*BATCH, last], [*DIVERGENCES, strayed()]))
-    assert got == [("t0", pytest.approx(0.5)), ("t1", pytest.approx(0.5))]
+    actual = compute_mean_divergences(with_divergences([*BATCH, last], [*DIVERGENCES, strayed()]))
+    assert actual == [("t0", pytest.approx(0.5)), ("t1", pytest.approx(0.5))]
 
 
 def test_adaptive_kl_has_the_settings_of_the_configuration():
@@ -429,8 +429,8 @@ def test_adaptive_kl_has_the_settings_of_the_configuration():
     method = kl_method(
         **{"kl.controller": "adaptive", "kl.adaptive.target": 0.625, "kl.adaptive.horizon": 10}
     )
-    got = update_kl(Controllers(kl=AdaptiveKL(1.0)), BATCH, DIVERGENCES, method)
-    assert got.kl.coef == pytest.approx(1 - 0.2 * 2 / 10)
+    actual = update_kl(Controllers(kl=AdaptiveKL(1.0)), BATCH, DIVERGENCES, method)
+    assert actual.kl.coef == pytest.approx(1 - 0.2 * 2 / 10)
 
 
 def test_kl_budgets_by_hand():
@@ -443,17 +443,17 @@ def test_kl_budgets_by_hand():
     batch = [right[0], *BATCH[1:], right[1]]
     divergences = [strayed(0.4, 0.2, 0.4, 0.2), None, strayed(0.0, 0.2), strayed(0.6)]
     controllers = Controllers(buckets=buckets, kl=KLBudget())
-    got = update_kl(controllers, batch, divergences, method)
-    assert got.kl.multipliers == pytest.approx({"easy": 1.004, "medium": 1.0, "hard": 0.999})
-    assert got.buckets == buckets
+    actual = update_kl(controllers, batch, divergences, method)
+    assert actual.kl.multipliers == pytest.approx({"easy": 1.004, "medium": 1.0, "hard": 0.999})
+    assert actual.buckets == buckets
     tight = kl_method(
         **{"kl.controller": "budget", "kl.budget.budgets.hard": 0.05, "kl.budget.step": 100.0}
     )
-    got = update_kl(controllers, batch, divergences, tight)
-    assert got.kl.multipliers == pytest.approx({"easy": 41.0, "medium": 1.0, "hard": 6.0})
+    actual = update_kl(controllers, batch, divergences, tight)
+    assert actual.kl.multipliers == pytest.approx({"easy": 41.0, "medium": 1.0, "hard": 6.0})
     idle = kl_method(**{"kl.controller": "budget", "kl.budget.step": 100.0})
-    got = update_kl(controllers, batch, divergences, idle)
-    assert got.kl.multipliers["hard"] == 0  # never below
+    actual = update_kl(controllers, batch, divergences, idle)
+    assert actual.kl.multipliers["hard"] == 0  # never below
 
 
 # Skipped tasks and the gate.

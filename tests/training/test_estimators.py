@@ -32,10 +32,10 @@ def estimate(name, trajectories, step=0, k=4, **changes):
     rest = make_failures(task_number=99, count=NUM_TRAJECTORIES - len(trajectories))
     groups = grouped([*trajectories, *rest])
     changes = {"advantage.pass_at_k.k": k, **changes}
-    got = flatten_groups(build_estimator(name, tuple(changes.items()))(groups, step, 0))
-    assert is_same([dataclasses.replace(t, advantage=None) for t in got], flatten_groups(groups))
-    assert all(t.advantage == 0 for t in got[len(trajectories) :])
-    return np.array([t.advantage for t in got[: len(trajectories)]])
+    actual = flatten_groups(build_estimator(name, tuple(changes.items()))(groups, step, 0))
+    assert is_same([dataclasses.replace(t, advantage=None) for t in actual], flatten_groups(groups))
+    assert all(t.advantage == 0 for t in actual[len(trajectories) :])
+    return np.array([t.advantage for t in actual[: len(trajectories)]])
 
 
 def judged(verdicts, task_number=0, entropy=0.5):
@@ -81,17 +81,17 @@ def test_advantages_of_rewards_by_hand(name, changes, ids, expected):
         for i, (reward, task, count) in enumerate(columns)
     ]
     first, second = make_failures(ids[0])
-    got = estimate(name, [first, *members[:2], second, *members[2:]], **changes)
-    np.testing.assert_allclose(got[[1, 2, 4, 5]], expected, atol=2e-6)
-    np.testing.assert_array_equal(got[[0, 3]], 0)
-    np.testing.assert_array_equal(got, got.astype(np.float32))  # no digit is lost later
+    actual = estimate(name, [first, *members[:2], second, *members[2:]], **changes)
+    np.testing.assert_allclose(actual[[1, 2, 4, 5]], expected, atol=2e-6)
+    np.testing.assert_array_equal(actual[[0, 3]], 0)
+    np.testing.assert_array_equal(actual, actual.astype(np.float32))  # no digit is lost later
 
 
 def test_groups_of_high_entropy_exploit():
     sure, unsure = judged([1, 0, 0, 0], 3, entropy=0.2), judged([1, 0, 0, 0], 5, entropy=0.8)
-    got = estimate("pass_at_k_entropy_guided", sure + unsure, k=2)
-    np.testing.assert_allclose(got[:4], [1, *[-1 / 3] * 3], atol=1e-6)
-    np.testing.assert_allclose(got[4:], [1.732051, *[-0.57735] * 3], atol=1e-6)
+    actual = estimate("pass_at_k_entropy_guided", sure + unsure, k=2)
+    np.testing.assert_allclose(actual[:4], [1, *[-1 / 3] * 3], atol=1e-6)
+    np.testing.assert_allclose(actual[4:], [1.732051, *[-0.57735] * 3], atol=1e-6)
 
 
 def test_bootstrap_draws_by_seed_and_step():
@@ -161,10 +161,10 @@ def test_advantages_are_those_of_the_group_that_is_left(name):
         groups = draw_groups(seed)
         whole = flatten_groups(estimate(groups, 0, 0))
         alone = flatten_groups(estimate(padded(without_failures(groups)), 0, 0))
-        got = [t.advantage for t in whole if t.is_scored]
-        np.testing.assert_allclose(got, [t.advantage for t in alone if t.is_scored], atol=1e-6)
+        actual = [t.advantage for t in whole if t.is_scored]
+        np.testing.assert_allclose(actual, [t.advantage for t in alone if t.is_scored], atol=1e-6)
         assert all(t.advantage == 0 for t in whole if not t.is_scored)
-        has_signal |= any(got)
+        has_signal |= any(actual)
     assert has_signal
 
 
@@ -214,9 +214,9 @@ def test_turns_may_have_signals_that_add_up_to_none():
     early = in_turns([1.0, 0.0], 0.0, lengths=[1, 1])
     late = in_turns([0.0, 1.0], 0.0, lengths=[1, 1], index=1)
     estimate = estimator(**{"advantage.name": "rloo", "advantage.by_turn": True})
-    got = flatten_groups(estimate(grouped([early, late]), 0, 0))
-    assert [t.turn_advantages for t in got] == [(0.0, -1.0), (0.0, 1.0)]
-    assert all(t.has_signal for t in got)
+    actual = flatten_groups(estimate(grouped([early, late]), 0, 0))
+    assert [t.turn_advantages for t in actual] == [(0.0, -1.0), (0.0, 1.0)]
+    assert all(t.has_signal for t in actual)
     whole = estimator(**{"advantage.name": "rloo"})
     assert not any(t.has_signal for t in flatten_groups(whole(grouped([early, late]), 0, 0)))
 

@@ -94,7 +94,7 @@ def test_values_of_tokens_stand_beside_their_tokens():
     halves = make_minibatches(
         groups(), SHAPE, method_with(**IN_LOSS), controllers=CONTROLLERS, num_shards=2
     )
-    wanted = {
+    expected = {
         "old_logprobs": tagged(1),
         "ref_logprobs": tagged(2),
         "kl_weights": weights_by_hand(),
@@ -103,10 +103,10 @@ def test_values_of_tokens_stand_beside_their_tokens():
         for position, index in enumerate(packed):
             ids = gather(half.batch, half.batch.token_ids, position)
             np.testing.assert_array_equal(ids, trajectories()[index].token_ids)
-            for name, values in wanted.items():
-                got = gather(half.batch, getattr(half.batch, name), position)
-                np.testing.assert_array_equal(got, values[index], err_msg=name)
-        for name in wanted:
+            for name, values in expected.items():
+                actual = gather(half.batch, getattr(half.batch, name), position)
+                np.testing.assert_array_equal(actual, values[index], err_msg=name)
+        for name in expected:
             assert not getattr(half.batch, name)[half.batch.segment_ids == 0].any()
         assert half.num_loss_tokens == sum(int(trajectories()[i].loss_mask.sum()) for i in packed)
 
@@ -144,9 +144,9 @@ def test_the_result_of_a_trajectory_filter_is_checked():
 def test_observations_are_trained_on_where_asked_for():
     masked = trajectories()[2]
     assert with_loss_mask(masked, method_with().loss) is masked
-    got = with_loss_mask(masked, method_with(**{"loss.mask_observations": False}).loss)
-    np.testing.assert_array_equal(got.loss_mask, np.arange(32) >= 2)
-    assert masked.loss_mask.sum() < got.loss_mask.sum() == 30
+    actual = with_loss_mask(masked, method_with(**{"loss.mask_observations": False}).loss)
+    np.testing.assert_array_equal(actual.loss_mask, np.arange(32) >= 2)
+    assert masked.loss_mask.sum() < actual.loss_mask.sum() == 30
 
 
 def test_a_second_chance_for_wrong_answers_to_easy_tasks():
@@ -168,8 +168,8 @@ def test_a_second_chance_for_wrong_answers_to_easy_tasks():
             (0, False, 0.4),
         )
     ]
-    got = compute_token_kl_weights(batch, controllers, method.kl)
-    np.testing.assert_allclose(got, np.outer([0.67, 1, 1, 1], np.full(4, 0.01)), rtol=1e-6)
+    actual = compute_token_kl_weights(batch, controllers, method.kl)
+    np.testing.assert_allclose(actual, np.outer([0.67, 1, 1, 1], np.full(4, 0.01)), rtol=1e-6)
 
 
 def test_logprobs_are_added_where_they_are_missing():
@@ -177,14 +177,16 @@ def test_logprobs_are_added_where_they_are_missing():
     minibatches = make_minibatches(groups(), SHAPE, method, controllers=Controllers())
     [packed] = minibatches
     assert packed.batch.kl_weights is not None
-    [got] = shard_minibatches(minibatches, MESH, score(), *policies(), method)
+    [actual] = shard_minibatches(minibatches, MESH, score(), *policies(), method)
     for position, index in enumerate([0, 1, 2, 3, 4, 6, 7]):
-        for values, wanted in zip((got.old_logprobs, got.ref_logprobs), dense(), strict=True):
+        for values, expected in zip(
+            (actual.old_logprobs, actual.ref_logprobs), dense(), strict=True
+        ):
             scores, mask = (
                 gather(packed.batch, x, position) for x in (values, packed.batch.loss_mask)
             )
-            np.testing.assert_allclose(scores, wanted[index] * mask, atol=2e-5, rtol=1e-5)
-    np.testing.assert_array_equal(got.kl_weights, packed.batch.kl_weights)
+            np.testing.assert_allclose(scores, expected[index] * mask, atol=2e-5, rtol=1e-5)
+    np.testing.assert_array_equal(actual.kl_weights, packed.batch.kl_weights)
 
     # What is there stays, and what is not needed stays away.
     [plain] = shard_minibatches(minibatches, MESH, score(), policies()[0], None, method_with())

@@ -55,19 +55,19 @@ def test_adamw_by_hand():
     ]
     first = dict.fromkeys(params, np.float32(0))
     second = dict.fromkeys(params, np.float32(0))
-    wanted = dict(params)
+    expected = dict(params)
     for step, (gradient, factor, rate) in enumerate(
         zip(gradients, (1 / 5, 1), (0.05, 0.1), strict=True), start=1
     ):
         changes, state = optimizer.update(gradient, state, params)
         params = optax.apply_updates(params, changes)
-        for name, value in wanted.items():
+        for name, value in expected.items():
             g = gradient[name] * factor
             first[name] = 0.8 * first[name] + 0.2 * g
             second[name] = 0.9 * second[name] + 0.1 * g * g
             mean, square = first[name] / (1 - 0.8**step), second[name] / (1 - 0.9**step)
-            wanted[name] = value - rate * (mean / (np.sqrt(square) + 1e-3) + 0.5 * value)
-        for name, value in wanted.items():
+            expected[name] = value - rate * (mean / (np.sqrt(square) + 1e-3) + 0.5 * value)
+        for name, value in expected.items():
             np.testing.assert_allclose(params[name], value, rtol=1e-5)
 
 

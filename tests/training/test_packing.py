@@ -162,13 +162,13 @@ def test_batches_hold_each_token_once(case, micro_rows, seed):
         positions = np.argwhere(batch.segment_ids == index + 1)
         assert len({(micro, row) for micro, row, _ in positions}) == 1
         assert (np.diff(positions[:, 2]) == 1).all()
-        wanted = {
+        expected = {
             **{name: getattr(sequence, name) for name in FIELDS},
             "positions": np.arange(lengths[index]),
             "advantages": advantages[index] * sequence.loss_mask,
             "token_weights": weights[index],
         }
-        for name, values in wanted.items():
+        for name, values in expected.items():
             np.testing.assert_array_equal(gather(batch, getattr(batch, name), index), values)
 
     padding = batch.segment_ids == 0

@@ -25,9 +25,9 @@ def test_divergences_are_those_of_all_logits(estimator, mask_observations):
     measure = make_kl_fn(score(), MESH, SHAPE, method)
     measured = measure(grouped(trajectories()), *policies())
     assert [group.task_id for group in measured] == ["t0", "t1", "t2", "t3"]
-    got = [t.divergence for t in flatten_groups(measured)]
-    assert got[5] is None
-    for index, (trajectory, divergence) in enumerate(zip(trajectories(), got, strict=True)):
+    actual = [t.divergence for t in flatten_groups(measured)]
+    assert actual[5] is None
+    for index, (trajectory, divergence) in enumerate(zip(trajectories(), actual, strict=True)):
         if divergence is None:
             continue
         old, ref = dense()[0][index], dense()[1][index]
@@ -36,9 +36,9 @@ def test_divergences_are_those_of_all_logits(estimator, mask_observations):
             mask = np.arange(len(mask)) >= trajectory.prompt_length
         np.testing.assert_allclose(divergence.old_logprobs, old * mask, atol=2e-5, rtol=1e-5)
         np.testing.assert_allclose(divergence.ref_logprobs, ref * mask, atol=2e-5, rtol=1e-5)
-        wanted = np.where(mask, ESTIMATES[estimator](old, ref), 0)
-        np.testing.assert_allclose(divergence.per_token, wanted, atol=2e-4, rtol=1e-4)
-        assert divergence.total == pytest.approx(wanted.sum(), rel=1e-3)
+        expected = np.where(mask, ESTIMATES[estimator](old, ref), 0)
+        np.testing.assert_allclose(divergence.per_token, expected, atol=2e-4, rtol=1e-4)
+        assert divergence.total == pytest.approx(expected.sum(), rel=1e-3)
         assert abs(divergence.total) > 0.1
 
 

@@ -60,17 +60,17 @@ def test_shaping_adds_parts_and_leaves_failures_alone():
 def test_shaping_is_of_the_whole_trajectory_and_of_no_turn():
     by_turn = in_turns([0.3, 0.2], 1.0, lengths=[4, 6])  # 12 tokens after the prompt
     changes = {"shaping.overlong_buffer": 4, "shaping.overlong_max_tokens": 12}
-    [got] = flatten_groups(
+    [actual] = flatten_groups(
         shape_rewards(grouped([by_turn]), method_with(**changes).shaping, is_late=True)
     )
-    assert (got.rest_reward, got.turn_rewards) == (0.0, (0.3, 0.2))
-    assert got.reward == pytest.approx(0.5)
+    assert (actual.rest_reward, actual.turn_rewards) == (0.0, (0.3, 0.2))
+    assert actual.reward == pytest.approx(0.5)
     # Without rewards by turn it is the same, to the last bit.
     plain = in_turns([], 1.0, lengths=[4, 6])
     [unshaped] = flatten_groups(
         shape_rewards(grouped([plain]), method_with(**changes).shaping, is_late=True)
     )
-    assert got.rest_reward == unshaped.reward
+    assert actual.rest_reward == unshaped.reward
 
 
 def test_searching_is_not_overlong_by_the_limit_of_what_is_sampled():
@@ -79,10 +79,10 @@ def test_searching_is_not_overlong_by_the_limit_of_what_is_sampled():
     config.shaping.overlong_buffer = 16
     assert resolved(config).overlong_limit == 192 - 32
     searched = make_trajectory(length=2 + 100)
-    [got] = flatten_groups(
+    [actual] = flatten_groups(
         shape_rewards(grouped([searched]), method_of(config).shaping, is_late=True)
     )
-    assert got.reward_parts["overlong"] == 0
+    assert actual.reward_parts["overlong"] == 0
     config.shaping.overlong_max_tokens = 176
     assert resolved(config).overlong_limit == 176
     assert resolved(dapo_small.get_config()).overlong_limit == 96
@@ -107,17 +107,17 @@ STRAYED = replace_fields(
 def test_the_penalty_by_hand():
     # Sums of 2 and 1 nat, times a coefficient of 0.5.
     np.testing.assert_allclose(compute_kl_penalties(STRAYED, 0.5), [1, 0, 0.5])
-    got = flatten_groups(apply_kl_penalty(STRAYED, Controllers(), method_with(**IN_REWARD)))
-    assert [t.reward for t in got] == [0.0, 0.0, -0.25]
-    assert got[0].reward_parts["kl"] == -1
-    assert got[2].reward_parts["kl"] == -0.5
-    assert is_same(got[1], flatten_groups(BATCH)[1])
+    actual = flatten_groups(apply_kl_penalty(STRAYED, Controllers(), method_with(**IN_REWARD)))
+    assert [t.reward for t in actual] == [0.0, 0.0, -0.25]
+    assert actual[0].reward_parts["kl"] == -1
+    assert actual[2].reward_parts["kl"] == -0.5
+    assert is_same(actual[1], flatten_groups(BATCH)[1])
 
 
 def test_the_penalty_has_the_coefficient_of_its_controller():
     method = method_with(**IN_REWARD, **{"kl.controller": "adaptive"})
-    got = flatten_groups(apply_kl_penalty(STRAYED, Controllers(kl=AdaptiveKL(2.0)), method))
-    assert [t.reward for t in got] == [-3.0, 0.0, -1.75]
+    actual = flatten_groups(apply_kl_penalty(STRAYED, Controllers(kl=AdaptiveKL(2.0)), method))
+    assert [t.reward for t in actual] == [-3.0, 0.0, -1.75]
 
 
 # Entropy.
@@ -152,5 +152,7 @@ def test_the_entropy_reward_takes_its_sizes_from_the_configuration():
         "shaping.sigmoid_temperatures": (10.0, 2.5, 3.0),
     }
     groups = with_windows([make_trajectory()], [wavering(20)])
-    [got] = flatten_groups(add_entropy_reward(groups, CALIBRATED, method_with(**changes).shaping))
-    assert got.reward == pytest.approx(0.6 * 0.5 / (1 + np.exp(-(10 - 5) / 10)))
+    [actual] = flatten_groups(
+        add_entropy_reward(groups, CALIBRATED, method_with(**changes).shaping)
+    )
+    assert actual.reward == pytest.approx(0.6 * 0.5 / (1 + np.exp(-(10 - 5) / 10)))

@@ -30,10 +30,10 @@ def test_leftover_groups_that_no_longer_fit_are_dropped(changes, count):
     assert saved["buffered_groups"][0][0] == serialize_trajectory(group.trajectories[0])
     read = Progress.from_json(saved, method).buffered_groups
     assert len(read) == count
-    for trajectory, wanted in zip(
+    for trajectory, expected in zip(
         flatten_groups(read), group.trajectories if count else (), strict=True
     ):
-        assert serialize_trajectory(trajectory) == serialize_trajectory(wanted)
+        assert serialize_trajectory(trajectory) == serialize_trajectory(expected)
 
 
 @pytest.mark.parametrize(

@@ -130,13 +130,13 @@ def compare(method, model, advantages):
     programs = update, ScoreStep(policy, temperature=1.0)
     skipped, packed = take_step(method, model, advantages, programs, True)
     whole, all_packed = take_step(method, model, advantages, programs, False)
-    for (moment, metrics), (wanted, wanted_metrics) in zip(skipped, whole, strict=True):
-        if any(np.any(leaf) for leaf in jax.tree.leaves(wanted)):
-            assert relative_distance(moment, wanted) < 1e-4
+    for (moment, metrics), (expected, expected_metrics) in zip(skipped, whole, strict=True):
+        if any(np.any(leaf) for leaf in jax.tree.leaves(expected)):
+            assert relative_distance(moment, expected) < 1e-4
         else:
             assert not any(np.any(leaf) for leaf in jax.tree.leaves(moment))
-        assert metrics.keys() == wanted_metrics.keys()
-        for name, value in wanted_metrics.items():
+        assert metrics.keys() == expected_metrics.keys()
+        for name, value in expected_metrics.items():
             assert np.isfinite(value), name
             np.testing.assert_allclose(metrics[name], value, rtol=2e-4, atol=1e-5, err_msg=name)
     assert sum(p.num_tokens for p in packed) < sum(p.num_tokens for p in all_packed)

@@ -251,11 +251,11 @@ def test_packing_and_micro_batches_and_order_change_no_gradient(
 ):
     for mode in AGGREGATIONS:
         weights = plain_weights(sequences, range(8), mode)
-        wanted = plain(name, params, by_rows(sequences), weights)
+        expected = plain(name, params, by_rows(sequences), weights)
         metrics = []
         for packing, packed in packings(sequences, mode):
-            got, measured = gradients[name](params, packed.batch, packed.num_micro)
-            assert relative_distance(got, wanted) < 1e-5, (mode, packing)
+            actual, measured = gradients[name](params, packed.batch, packed.num_micro)
+            assert relative_distance(actual, expected) < 1e-5, (mode, packing)
             metrics.append({key: float(metric.value) for key, metric in measured.items()})
         assert metrics[0]["actor/pg_clipfrac"] > 0.05
         assert (metrics[0]["actor/pg_clipfrac_lower"] > 0) == (name == CLIP)
@@ -268,12 +268,12 @@ def test_a_prompt_that_a_row_has_once_changes_no_gradient(params, gradients, pla
     # Groups of four; in the first, prompts of 8 leave nothing of a sequence of 6 to learn from.
     members = sharing_prompts([sequences[i] for i in (2, 1, 3, 5, 0, 4, 6, 7)], [8, 5])
     weights = plain_weights(members, range(8), "token-mean")
-    wanted = plain(ALL_TERMS, params, by_rows(members), weights)
+    expected = plain(ALL_TERMS, params, by_rows(members), weights)
     shape = replace(SHAPE, shares_prompts=True)
     packed, whole = pack_all(members, shape), pack_all(members, SHAPE)
     assert packed.num_shared > 10
-    got, measured = gradients[ALL_TERMS](params, packed.batch, packed.num_micro)
-    assert relative_distance(got, wanted) < 1e-5
+    actual, measured = gradients[ALL_TERMS](params, packed.batch, packed.num_micro)
+    assert relative_distance(actual, expected) < 1e-5
     _, metrics = gradients[ALL_TERMS](params, whole.batch, whole.num_micro)
     for name, metric in measured.items():
         assert float(metric.value) == pytest.approx(float(metrics[name].value), rel=1e-4)
@@ -292,16 +292,16 @@ def test_scores_of_a_shared_prompt_are_those_of_whole_sequences(score, params, s
 
 def test_masked_tokens_have_no_gradient_whatever_stands_there(params, gradients, packed):
     for name in (CLIP, ALL_TERMS):
-        wanted = gradients[name](params, packed.batch, packed.num_micro)
-        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(wanted))
+        expected = gradients[name](params, packed.batch, packed.num_micro)
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(expected))
         for value in (np.inf, -np.inf, np.nan, 1e30, -1e30):
             fields = ("advantages", "rollout_logprobs", "old_logprobs", "ref_logprobs")
             changed = {
                 field: np.where(packed.batch.loss_mask, getattr(packed.batch, field), value)
                 for field in fields
             }
-            got = gradients[name](params, replace(packed.batch, **changed), packed.num_micro)
-            assert is_equal(got, wanted), (name, value)
+            actual = gradients[name](params, replace(packed.batch, **changed), packed.num_micro)
+            assert is_equal(actual, expected), (name, value)
 
 
 def test_improbable_masked_tokens_have_no_gradient(params, gradients, packed, sequences):
@@ -317,10 +317,10 @@ def test_improbable_masked_tokens_have_no_gradient(params, gradients, packed, se
     logprobs = scatter(batch, scores)
     assert logprobs[~batch.loss_mask].min() < -1000
     nothing = replace(batch, loss_mask=np.zeros_like(batch.loss_mask))
-    got, _ = gradients[ALL_TERMS](rough, nothing, 4)
-    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(got))
-    got, _ = gradients[ALL_TERMS](rough, batch, 4)
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(got))
+    actual, _ = gradients[ALL_TERMS](rough, nothing, 4)
+    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(actual))
+    actual, _ = gradients[ALL_TERMS](rough, batch, 4)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(actual))
 
 
 def test_tokens_that_no_scored_position_reads_have_no_gradient(params, gradients, sequences):
@@ -336,8 +336,8 @@ def test_tokens_that_no_scored_position_reads_have_no_gradient(params, gradients
         changed.append(replace(sequence, token_ids=ids, loss_mask=mask))
     changed[0] = replace(changed[0], token_ids=np.full(LENGTHS[0], 249), advantage=0.0)
     packed = pack_all(changed, SHAPE)
-    got, _ = gradients[CLIP](params, packed.batch, packed.num_micro)
-    rows = np.abs(np.asarray(got["embed"]["embedding"])).max(axis=1)
+    actual, _ = gradients[CLIP](params, packed.batch, packed.num_micro)
+    rows = np.abs(np.asarray(actual["embed"]["embedding"])).max(axis=1)
     assert not rows[special].any()
     read = np.unique(np.concatenate([s.token_ids[:-3] for s in changed[1:]]))
     assert (rows[np.setdiff1d(read, special)] > 0).mean() > 0.5
@@ -349,12 +349,12 @@ def test_tokens_that_no_scored_position_reads_have_no_gradient(params, gradients
     ids = np.where(is_special, swapped, packed.batch.token_ids)
     assert (ids != packed.batch.token_ids).sum() > 10
     again, _ = gradients[CLIP](params, replace(packed.batch, token_ids=ids), packed.num_micro)
-    assert is_equal(got, again)
+    assert is_equal(actual, again)
 
 
 def test_padded_vocabulary_has_no_gradient(params, gradients, packed):
-    got, _ = gradients[ALL_TERMS](params, packed.batch, packed.num_micro)
-    columns = np.abs(np.asarray(got["lm_head"]["kernel"])).max(axis=0)
+    actual, _ = gradients[ALL_TERMS](params, packed.batch, packed.num_micro)
+    columns = np.abs(np.asarray(actual["lm_head"]["kernel"])).max(axis=0)
     assert not columns[NUM_TOKENS:].any()
     assert columns[:NUM_TOKENS].all()
 
@@ -427,8 +427,8 @@ def test_two_epochs_of_two_mini_batches_are_those_of_plain_arithmetic(
         batches.append((packed, replace(batch, old_logprobs=old)))
 
     state = fresh_state(params)
-    wanted = start = jax.device_get(params)
-    momentum = jax.tree.map(np.zeros_like, wanted)
+    expected = start = jax.device_get(params)
+    momentum = jax.tree.map(np.zeros_like, expected)
     clipped = []
     for _ in range(2):
         for half, (packed, batch) in zip(halves, batches, strict=True):
@@ -436,19 +436,19 @@ def test_two_epochs_of_two_mini_batches_are_those_of_plain_arithmetic(
             clipped.append(float(metrics["actor/pg_clipfrac"].value))
 
             weights = plain_weights(sequences, half, "seq-mean-token-mean")
-            gradient = plain(ALL_TERMS, wanted, rows, weights)
+            gradient = plain(ALL_TERMS, expected, rows, weights)
             norm = math.sqrt(sum(float((leaf**2).sum()) for leaf in jax.tree.leaves(gradient)))
             assert norm > 0.5  # so that it is cut to that
             assert float(metrics["grad_norm"].value) == pytest.approx(norm, rel=1e-4)
             momentum = jax.tree.map(
                 lambda m, g, scale=0.5 / norm: 0.9 * m + np.float32(scale) * g, momentum, gradient
             )
-            wanted = jax.tree.map(lambda p, m: p - np.float32(0.3) * m, wanted, momentum)
+            expected = jax.tree.map(lambda p, m: p - np.float32(0.3) * m, expected, momentum)
     assert clipped[0] == 0
     assert min(clipped[2:]) > 0.05
-    got = jax.device_get(state.params)
-    assert relative_distance(got, wanted) < 1e-5
-    moves = [jax.tree.map(np.subtract, after, start) for after in (got, wanted)]
+    actual = jax.device_get(state.params)
+    assert relative_distance(actual, expected) < 1e-5
+    moves = [jax.tree.map(np.subtract, after, start) for after in (actual, expected)]
     assert relative_distance(*moves) < 1e-4
     assert int(state.num_updates) == 4
     assert update.num_programs <= UPDATE_PROGRAMS
@@ -610,9 +610,11 @@ def test_single_step_takes_its_own_logprobs_for_the_old(score, params, sequences
     packed = pack_all(sequences[:4], SHAPE)
     batch = packed.batch
     scores = np.asarray(score(params, put_batch(MESH, batch), packed))
-    wanted, _ = gradients[ALL_TERMS](params, replace(batch, old_logprobs=scores), packed.num_micro)
+    expected, _ = gradients[ALL_TERMS](
+        params, replace(batch, old_logprobs=scores), packed.num_micro
+    )
     alone = replace(batch, old_logprobs=None)
-    got, metrics = gradients[ALL_TERMS](params, alone, packed.num_micro)
-    assert relative_distance(got, wanted) < 1e-5
+    actual, metrics = gradients[ALL_TERMS](params, alone, packed.num_micro)
+    assert relative_distance(actual, expected) < 1e-5
     assert float(metrics["actor/ppo_kl"].value) == 0
     assert float(metrics["actor/pg_clipfrac"].value) == 0

@@ -32,14 +32,14 @@ def with_calls(*calls, length=9, inserted=3):
 
 
 def test_usage_by_hand():
-    got = UsageStats.compute(
+    actual = UsageStats.compute(
         [with_calls(*CALLS), make_failure(), make_trajectory(turns=(ANSWER,))], PRICES
     )
-    assert got.num_trajectories == 3
-    assert got.num_calls == {"search": 6, "python": 1}  # the failure's too
-    assert (got.observation_tokens, got.sampled_tokens) == (3, 4 + 4 + 4)
+    assert actual.num_trajectories == 3
+    assert actual.num_calls == {"search": 6, "python": 1}  # the failure's too
+    assert (actual.observation_tokens, actual.sampled_tokens) == (3, 4 + 4 + 4)
     attempts = {"search": 3 + 2 + 1, "python": 1}
-    assert got.usage == Usage(attempts=attempts, cost=6 * 0.5 + 0.25)
+    assert actual.usage == Usage(attempts=attempts, cost=6 * 0.5 + 0.25)
 
 
 def test_judges_are_counted_beside_tools():
@@ -47,28 +47,28 @@ def test_judges_are_counted_beside_tools():
     cached = CallRecord(call="p", tool="helpful", source="cache", attempts=0)
     failure = dataclasses.replace(make_failure(), reward_records=(asked,))
     judged = dataclasses.replace(with_calls(*CALLS), reward_records=(asked, cached))
-    got = UsageStats.compute([judged, failure], {**PRICES, "helpful": 2.0})
-    assert got.num_calls == {"search": 6, "python": 1, "helpful": 3}  # the failure made a search
-    assert got.usage.attempts == {"search": 6, "python": 1, "helpful": 6}
-    assert got.usage.cost == 6 * 0.5 + 0.25 + 6 * 2.0
-    check_budget(got, max_cost=15.3, max_calls=14)
+    actual = UsageStats.compute([judged, failure], {**PRICES, "helpful": 2.0})
+    assert actual.num_calls == {"search": 6, "python": 1, "helpful": 3}  # the failure made a search
+    assert actual.usage.attempts == {"search": 6, "python": 1, "helpful": 6}
+    assert actual.usage.cost == 6 * 0.5 + 0.25 + 6 * 2.0
+    check_budget(actual, max_cost=15.3, max_calls=14)
 
 
 def test_the_searches_of_a_control_reach_no_engine():
-    got = UsageStats.compute([make_trajectory(turns=(SEARCH, COMPUTE))], PRICES, is_control=True)
-    assert got.num_calls == {"python": 1}
-    assert got.usage.cost == 0.25
-    assert got.sampled_tokens == 4
+    actual = UsageStats.compute([make_trajectory(turns=(SEARCH, COMPUTE))], PRICES, is_control=True)
+    assert actual.num_calls == {"python": 1}
+    assert actual.usage.cost == 0.25
+    assert actual.sampled_tokens == 4
 
 
 def test_the_tokens_of_an_endpoint_are_counted_and_paid():
     usage = {"calls": 2, "attempts": 3, "prompt_tokens": 14, "completion_tokens": 6, "cost": 0.125}
     trajectory = dataclasses.replace(make_trajectory(turns=(SEARCH, ANSWER)), usage=usage)
-    got = UsageStats.compute([trajectory, trajectory], PRICES)
-    assert got.usage.policy == {name: 2 * value for name, value in usage.items()}
-    assert got.usage.cost == 2 * (0.125 + 0.5)
-    assert got.usage.attempts == {"search": 2}  # the model is no tool
-    metrics = got.metrics()
+    actual = UsageStats.compute([trajectory, trajectory], PRICES)
+    assert actual.usage.policy == {name: 2 * value for name, value in usage.items()}
+    assert actual.usage.cost == 2 * (0.125 + 0.5)
+    assert actual.usage.attempts == {"search": 2}  # the model is no tool
+    metrics = actual.metrics()
     assert metrics["perf/ledger/total/policy/prompt_tokens"] == 28
     assert metrics["perf/ledger/total/policy/cost"] == 0.25
 

@@ -106,8 +106,8 @@ def test_figures_equal_those_of_brute_force(name, config, request, tmp_path):
     written = json.loads(out.read_text())
     for split, label, other in (("train", "training", "eval"), ("eval", "held-out", "train")):
         figures = written[label]
-        wanted, num_searched = brute_force(world, split, other, topk=3)
-        assert {key: figures[key]["tasks"] for key in wanted} == wanted
+        expected, num_searched = brute_force(world, split, other, topk=3)
+        assert {key: figures[key]["tasks"] for key in expected} == expected
         missing = figures["answer in no document"]
         assert missing["of"] == num_searched
         assert missing["share"] == missing["count"] / num_searched

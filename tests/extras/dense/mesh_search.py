@@ -41,7 +41,7 @@ def corpus_and_queries(num_passages=1_003, width=24):
 
 def main():
     vectors, queries = corpus_and_queries()
-    wanted_places, wanted_scores = brute_force(vectors, queries, topk=7)
+    expected_places, expected_scores = brute_force(vectors, queries, topk=7)
     sizes = (1, 2, 4, 8)
     meshes = [
         make_mesh(data=data, fsdp=fsdp, tensor=tensor)
@@ -56,8 +56,8 @@ def main():
     for devices, dtype in cases:
         passages = PassageIndex(vectors, devices, dtype=dtype, candidates=30, query_rows=16)
         places, scores = passages.search(queries, topk=7)
-        np.testing.assert_array_equal(places, wanted_places, err_msg=f"{dtype}, {devices}")
-        np.testing.assert_array_equal(scores, wanted_scores)
+        np.testing.assert_array_equal(places, expected_places, err_msg=f"{dtype}, {devices}")
+        np.testing.assert_array_equal(scores, expected_scores)
     Path(sys.argv[1]).write_text(f"{len(meshes)} meshes, {len(groups)} orders of devices")
 
 

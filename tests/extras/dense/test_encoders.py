@@ -27,25 +27,25 @@ def encoder(name, dtype="float32", **settings):
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_vectors_are_those_of_transformers(name, quick_compilation):
-    wanted = np.load(GOLDEN / name / "golden.npz")
+    expected = np.load(GOLDEN / name / "golden.npz")
     made = encoder(name)
     for kind in ("queries", "passages"):
-        got = getattr(made, f"encode_{kind}")(TEXTS[kind], batch_tokens=64)
-        np.testing.assert_allclose(got, wanted[kind], atol=1e-4, rtol=0)
+        actual = getattr(made, f"encode_{kind}")(TEXTS[kind], batch_tokens=64)
+        np.testing.assert_allclose(actual, expected[kind], atol=1e-4, rtol=0)
         # The texts differ, or any vector would do.
-        assert np.abs(wanted[kind][0] - wanted[kind][1]).max() > 0.01
+        assert np.abs(expected[kind][0] - expected[kind][1]).max() > 0.01
         # Whatever else is in a batch, and however many.
         for index, text in enumerate(TEXTS[kind]):
             [alone] = getattr(made, f"encode_{kind}")([text], batch_tokens=64)
-            np.testing.assert_array_equal(alone, got[index])
+            np.testing.assert_array_equal(alone, actual[index])
 
 
 @pytest.mark.parametrize("name", ["encoder_e5", "encoder_qwen3"])
 def test_bfloat16_is_close(name, quick_compilation):
-    wanted = np.load(GOLDEN / name / "golden.npz")["passages"]
-    got = encoder(name, "bfloat16").encode_passages(TEXTS["passages"], batch_tokens=64)
-    assert got.dtype == np.float32
-    assert (np.sum(got * wanted, axis=1) > 0.998).all()
+    expected = np.load(GOLDEN / name / "golden.npz")["passages"]
+    actual = encoder(name, "bfloat16").encode_passages(TEXTS["passages"], batch_tokens=64)
+    assert actual.dtype == np.float32
+    assert (np.sum(actual * expected, axis=1) > 0.998).all()
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -42,12 +42,12 @@ def test_it_finds_the_documents_of_the_largest_products(engine, corpus):
     contents = [document.contents for document in documents]
     passages = engine._encoder.encode_passages(contents, batch_tokens=256)
     queries = engine._encoder.encode_queries(QUERIES, batch_tokens=512)
-    wanted, scores = brute_force(passages, queries, topk=4)
+    expected, scores = brute_force(passages, queries, topk=4)
     hits = engine.retrieve(QUERIES, 4)
-    assert document_numbers(hits) == wanted.tolist()
+    assert document_numbers(hits) == expected.tolist()
     np.testing.assert_allclose([[hit.score for hit in row] for row in hits], scores, atol=1e-6)
-    assert hits[0][0].document == documents[wanted[0, 0]]
-    assert len({tuple(row) for row in wanted.tolist()}) > 1  # it matters what is asked
+    assert hits[0][0].document == documents[expected[0, 0]]
+    assert len({tuple(row) for row in expected.tolist()}) > 1  # it matters what is asked
 
 
 def test_a_query_is_answered_alike_whatever_is_asked_beside_it(engine):
@@ -58,7 +58,7 @@ def test_a_query_is_answered_alike_whatever_is_asked_beside_it(engine):
 
 
 def test_threads_share_the_engine_and_its_programs(engine):
-    wanted = engine.run_batch(QUERIES)
+    expected = engine.run_batch(QUERIES)
     answers = {}
     with count_compilations() as compiled:
         threads = [
@@ -69,7 +69,7 @@ def test_threads_share_the_engine_and_its_programs(engine):
             thread.start()
         for thread in threads:
             thread.join()
-    assert list(answers.values()) == [wanted] * 6
+    assert list(answers.values()) == [expected] * 6
     assert compiled == []
 
 

@@ -91,11 +91,11 @@ def test_vectors_on_random_sizes(seed, tmp_path):
             passage_prefix="", max_tokens=24,
         )  # fmt: skip
         arrays = jnp.asarray(token_ids, jnp.int32), jnp.asarray(lengths, jnp.int32)
-        got = encode_rows(params, *arrays, model=model, mesh=MESH)
+        actual = encode_rows(params, *arrays, model=model, mesh=MESH)
         for row, length in enumerate(lengths):
             with torch.no_grad():
                 [hidden] = theirs(torch.tensor(token_ids[row : row + 1, :length]))[0]
-            wanted = pooled(hidden, pooling)
+            expected = pooled(hidden, pooling)
             if model.normalize:
-                wanted = torch.nn.functional.normalize(wanted, dim=0)
-            np.testing.assert_allclose(got[row], wanted.numpy(), atol=1e-4, rtol=0)
+                expected = torch.nn.functional.normalize(expected, dim=0)
+            np.testing.assert_allclose(actual[row], expected.numpy(), atol=1e-4, rtol=0)

@@ -52,11 +52,11 @@ def test_several_blocks_and_parts_of_a_file(tmp_path, monkeypatch):
     file = np.memmap(tmp_path / "vectors", jnp.bfloat16, "w+", shape=vectors.shape)
     file[:] = vectors
     assert compute_block_layout(700, 1, "cpu") == (11, 64)
-    wanted = brute_force(np.asarray(file).astype(np.float32), queries, topk=4)
+    expected = brute_force(np.asarray(file).astype(np.float32), queries, topk=4)
     for dtype in DTYPES:
         found = PassageIndex(file, ONE, dtype=dtype, candidates=8).search(queries, topk=4)
-        np.testing.assert_array_equal(found[0], wanted[0])
-        np.testing.assert_array_equal(found[1], wanted[1])
+        np.testing.assert_array_equal(found[0], expected[0])
+        np.testing.assert_array_equal(found[1], expected[1])
 
 
 def test_candidates_that_cannot_tell_are_not_the_last_word():
@@ -64,11 +64,11 @@ def test_candidates_that_cannot_tell_are_not_the_last_word():
     vectors = unit(np.random.default_rng(1), 1, 64).repeat(400, axis=0)
     vectors += 1e-4 * np.random.default_rng(2).standard_normal(vectors.shape).astype(np.float32)
     queries = vectors[[3, 390]]
-    wanted, _ = brute_force(vectors, queries, topk=1)
+    expected, _ = brute_force(vectors, queries, topk=1)
     passages = PassageIndex(vectors, ONE, dtype="int8", candidates=4)
     [first], _ = passages._find_candidates(queries[1:], 4)
-    assert wanted[1, 0] not in first
-    np.testing.assert_array_equal(passages.search(queries, topk=1)[0], wanted)
+    assert expected[1, 0] not in first
+    np.testing.assert_array_equal(passages.search(queries, topk=1)[0], expected)
 
 
 def test_int8_finds_what_float32_finds_among_clustered_vectors():
@@ -79,11 +79,11 @@ def test_int8_finds_what_float32_finds_among_clustered_vectors():
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     queries = vectors[rng.integers(20_000, size=96)]
     queries = queries + 0.03 * rng.standard_normal(queries.shape, np.float32)
-    wanted = np.argsort(-(queries @ vectors.T), axis=1)[:, :3]
+    expected = np.argsort(-(queries @ vectors.T), axis=1)[:, :3]
     passages = PassageIndex(vectors, ONE, dtype="int8")
 
     def recall(places):
-        return np.mean([len({*a} & {*b}) / 3 for a, b in zip(places, wanted, strict=False)])
+        return np.mean([len({*a} & {*b}) / 3 for a, b in zip(places, expected, strict=False)])
 
     assert recall(passages.search(queries, topk=3)[0]) >= 0.99
     # By int8 alone it would be less: the candidates are worth scoring again.

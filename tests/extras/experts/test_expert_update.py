@@ -98,8 +98,8 @@ def test_balance_and_metrics_by_hand():
     np.testing.assert_allclose(usage.counts, [[3, 3, 0, 0]] * 2)
     np.testing.assert_allclose(usage.probabilities, 3 * probabilities, rtol=1e-6)
     # Of the tokens all chose 0 and 1; these have 0.7 and 0.5 of the probability.
-    got = balance_loss(usage.probabilities, usage.counts, 3.0)
-    np.testing.assert_allclose(got, 4 * (0.7 + 0.5) / 2, rtol=1e-6)
+    actual = balance_loss(usage.probabilities, usage.counts, 3.0)
+    np.testing.assert_allclose(actual, 4 * (0.7 + 0.5) / 2, rtol=1e-6)
     metrics = compute_usage_metrics(usage)
     entropy = -(probabilities[0] * np.log(probabilities[0])).sum()
     np.testing.assert_allclose(metrics["entropy"], (entropy + np.log(4)) / 2, rtol=1e-6)

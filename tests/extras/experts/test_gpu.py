@@ -41,12 +41,12 @@ def test_products_and_gradients_are_exact_whatever_the_groups(case):
     spoilt, of_spoilt = (x.at[count:].set(jnp.nan) for x in (rows, gradient))
     weights = normal(len(sizes), width, columns)
     given = jnp.asarray(sizes, jnp.int32)
-    got = differentiated(interpreted)(spoilt, weights, given, of_spoilt)
-    wanted = brute_force(rows, weights, sizes, gradient)
-    assert {x.dtype for x in got} == {jnp.dtype(dtype)}
+    actual = differentiated(interpreted)(spoilt, weights, given, of_spoilt)
+    expected = brute_force(rows, weights, sizes, gradient)
+    assert {x.dtype for x in actual} == {jnp.dtype(dtype)}
     # What is summed in float32 is rounded once.
     bound = {"float32": 1e-6, "bfloat16": 2**-8}[dtype]
-    for result, exact, end in zip(got, wanted, (count, count, None), strict=True):
+    for result, exact, end in zip(actual, expected, (count, count, None), strict=True):
         result = np.asarray(result, np.float64)[:end]
         np.testing.assert_allclose(result, exact[:end], rtol=bound, atol=1e-5)
 

@@ -66,19 +66,19 @@ def test_products_and_gradients_are_those_of_ragged_dot(product, sizes):
     rows, weights, sizes = operands(sizes, num_rows=45)
     spoilt = rows.at[count:].set(jnp.nan)  # rows beyond the groups have no part
     value, (of_rows, of_weights) = differentiate(product, count)(spoilt, weights, sizes)
-    wanted = differentiate(jax.lax.ragged_dot, count)(rows, weights, sizes)
-    np.testing.assert_allclose(value, wanted[0], rtol=1e-5)
-    np.testing.assert_allclose(of_rows[:count], wanted[1][0][:count], atol=1e-5)
-    np.testing.assert_allclose(of_weights, wanted[1][1], atol=1e-5)
+    expected = differentiate(jax.lax.ragged_dot, count)(rows, weights, sizes)
+    np.testing.assert_allclose(value, expected[0], rtol=1e-5)
+    np.testing.assert_allclose(of_rows[:count], expected[1][0][:count], atol=1e-5)
+    np.testing.assert_allclose(of_weights, expected[1][1], atol=1e-5)
 
 
 def test_bfloat16_is_summed_in_float32():
     rows, weights, sizes = operands([30, 10], num_rows=40)
     rows, weights = rows.astype(jnp.bfloat16), weights.astype(jnp.bfloat16)
-    got = jax.jit(grouped_matmul)(rows, weights, sizes)
-    wanted = jax.jit(grouped_matmul)(*(x.astype(jnp.float32) for x in (rows, weights)), sizes)
-    assert got.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(got, wanted.astype(jnp.bfloat16))
+    actual = jax.jit(grouped_matmul)(rows, weights, sizes)
+    expected = jax.jit(grouped_matmul)(*(x.astype(jnp.float32) for x in (rows, weights)), sizes)
+    assert actual.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(actual, expected.astype(jnp.bfloat16))
 
 
 def test_the_choice_and_its_reason():

@@ -55,9 +55,9 @@ def test_the_layers_are_those_of_transformers():
         assert type(config).from_dict(config.hf_config()) == config
 
 
-def loss_of(config, wanted, scan, params):
+def loss_of(config, expected, scan, params):
     """The mean loss of next tokens and the balance of the routers, as `make_golden.py` has it."""
-    token_ids, mask = jnp.asarray(wanted["token_ids"]), jnp.asarray(wanted["mask"])
+    token_ids, mask = jnp.asarray(expected["token_ids"]), jnp.asarray(expected["mask"])
     positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
     aux = AuxArrays(statistics_weights=mask.reshape(-1).astype(jnp.float32))
     layer_scan = LayerScan(scan=scan, remat="full", aux=aux)
@@ -72,10 +72,10 @@ def loss_of(config, wanted, scan, params):
     return loss + 0.1 * balance, (logits, balance)
 
 
-def torch_gradients(wanted):
+def torch_gradients(expected):
     """By the classic names: transformers 5 has a layer's experts in one tensor."""
     gradients = {}
-    for name, value in wanted.items():
+    for name, value in expected.items():
         name = name.removeprefix("gradient/")
         if name.endswith("gate_up_proj"):
             for expert, both in enumerate(value):
@@ -91,19 +91,19 @@ def torch_gradients(wanted):
 
 
 def test_logits_losses_and_gradients_are_those_of_torch(golden):
-    config, params, wanted = golden
+    config, params, expected = golden
     # Runs of layers in loops; all layers alike one after another.
     scan = bool(config.partial_stacks)
-    differentiate = jax.value_and_grad(partial(loss_of, config, wanted, scan), has_aux=True)
+    differentiate = jax.value_and_grad(partial(loss_of, config, expected, scan), has_aux=True)
     (loss, (logits, balance)), gradients = jax.jit(differentiate)(params)
-    np.testing.assert_allclose(logits, wanted["logits"], atol=1e-4, rtol=0)
-    np.testing.assert_allclose(balance, wanted["balance_loss"], atol=1e-5)
-    np.testing.assert_allclose(loss, wanted["loss"], atol=1e-5)
+    np.testing.assert_allclose(logits, expected["logits"], atol=1e-4, rtol=0)
+    np.testing.assert_allclose(balance, expected["balance_loss"], atol=1e-5)
+    np.testing.assert_allclose(loss, expected["loss"], atol=1e-5)
     flat, ours = flatten_dict(gradients, sep="/"), {}
     for name, tensor in locate_hf_tensors(config).items():
         leaf = np.asarray(flat[tensor.param][tensor.index] if tensor.index else flat[tensor.param])
         ours[name] = leaf.T if tensor.is_transposed else leaf
-    theirs = torch_gradients(wanted)
+    theirs = torch_gradients(expected)
     assert ours.keys() == theirs.keys()
     assert relative_distance(ours, theirs) < 1e-4
     routers = [name for name in ours if name.endswith("mlp.gate.weight")]
@@ -119,8 +119,8 @@ def mixed():
 
 
 def test_the_sampler_computes_the_same(mixed):
-    config, params, wanted = mixed
-    token_ids = jnp.asarray(wanted["token_ids"])
+    config, params, expected = mixed
+    token_ids = jnp.asarray(expected["token_ids"])
     B, T = token_ids.shape
     weights = config.weights_for_decoding(params, jnp.float32)
     cache = kv_cache.allocate(config, B * 5, 4, jnp.float32)
@@ -132,20 +132,20 @@ def test_the_sampler_computes_the_same(mixed):
         hidden, cache = read(config, weights, cache, tables, jnp.full(B, start), counts, chunk)
         last = hidden[:, end - start - 1]
         logits = config.unembed(weights, last, num_tokens=config.vocab_size)
-        np.testing.assert_allclose(logits, wanted["logits"][:, end - 1], atol=1e-4, rtol=0)
+        np.testing.assert_allclose(logits, expected["logits"][:, end - 1], atol=1e-4, rtol=0)
     assert T == 20
 
 
 def test_packed_rows(mixed):
-    config, params, wanted = mixed
-    token_ids = jnp.asarray(wanted["token_ids"])
+    config, params, expected = mixed
+    token_ids = jnp.asarray(expected["token_ids"])
     positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
     ids = jnp.array([[1], [2]]) * jnp.ones_like(token_ids)
     row = (x.reshape(1, -1) for x in (token_ids, positions, ids))
     hidden = jax.jit(partial(full_pass, config))(params, *row)
     logits = config.unembed(params, hidden, num_tokens=config.vocab_size)
-    logits = logits.reshape(wanted["logits"].shape)
-    np.testing.assert_allclose(logits, wanted["logits"], atol=1e-4, rtol=0)
+    logits = logits.reshape(expected["logits"].shape)
+    np.testing.assert_allclose(logits, expected["logits"], atol=1e-4, rtol=0)
 
 
 def fuse(folder):
@@ -176,10 +176,10 @@ def test_experts_stored_as_one_tensor_are_read_and_written_apart(tmp_path):
     )  # the same model
     assert on_mesh.experts.mesh is not None
     save_hf(params, on_mesh, tmp_path / "export", source=fused)
-    wanted, got = (load_file(f / "model.safetensors") for f in (source, tmp_path / "export"))
-    assert wanted.keys() == got.keys()
-    for name, value in wanted.items():
-        assert value.tobytes() == got[name].tobytes()
+    expected, actual = (load_file(f / "model.safetensors") for f in (source, tmp_path / "export"))
+    assert expected.keys() == actual.keys()
+    for name, value in expected.items():
+        assert value.tobytes() == actual[name].tobytes()
 
 
 @pytest.mark.parametrize(

@@ -105,20 +105,20 @@ def chosen_by_full_pass(trajectories, params):
 
 
 def test_what_is_recorded_is_what_a_full_pass_chooses(sampled):
-    for trajectory, wanted in zip(sampled, chosen_by_full_pass(sampled, PARAMS), strict=True):
-        got = trajectory.token_arrays[ROUTED_EXPERTS]
-        assert (got.dtype, got.shape) == (np.uint8, (len(trajectory.token_ids), 2, 2))
-        np.testing.assert_array_equal(got[:-1], wanted[:-1])
+    for trajectory, expected in zip(sampled, chosen_by_full_pass(sampled, PARAMS), strict=True):
+        actual = trajectory.token_arrays[ROUTED_EXPERTS]
+        assert (actual.dtype, actual.shape) == (np.uint8, (len(trajectory.token_ids), 2, 2))
+        np.testing.assert_array_equal(actual[:-1], expected[:-1])
         # The last token was sampled and never read.
         assert trajectory.loss_mask[-1]
-        assert (got[-1] == UNKNOWN).all()
+        assert (actual[-1] == UNKNOWN).all()
 
 
 def test_recorded_experts_survive_json(sampled):
     saved = serialize_trajectory(sampled[0])
-    got = deserialize_trajectory(saved).token_arrays[ROUTED_EXPERTS]
-    assert got.dtype == np.uint8
-    np.testing.assert_array_equal(got, sampled[0].token_arrays[ROUTED_EXPERTS])
+    actual = deserialize_trajectory(saved).token_arrays[ROUTED_EXPERTS]
+    assert actual.dtype == np.uint8
+    np.testing.assert_array_equal(actual, sampled[0].token_arrays[ROUTED_EXPERTS])
     assert serialize_trajectory(deserialize_trajectory(saved)) == saved
     without = dataclasses.replace(sampled[0], token_arrays={})
     assert "token_arrays" not in serialize_trajectory(without)
@@ -126,8 +126,8 @@ def test_recorded_experts_survive_json(sampled):
 
 
 def test_the_smallest_dtype_has_a_number_that_is_no_experts():
-    wanted = {8: np.uint8, 255: np.uint8, 256: np.uint16, 512: np.uint16}
-    assert {n: select_index_dtype(n).type for n in wanted} == wanted
+    expected = {8: np.uint8, 255: np.uint8, 256: np.uint16, 512: np.uint16}
+    assert {n: select_index_dtype(n).type for n in expected} == expected
 
 
 def mix_every_expert(moe, x, given, renormalize):
@@ -164,10 +164,10 @@ def test_training_computes_the_recorded_experts(renormalize):
         out = mix_every_expert(moe, x, given, renormalize)
         return (out * weights).sum(), (out, None)
 
-    (gradient, (got, usage)), (mask_gradient, (expected, _)) = (
+    (gradient, (actual, usage)), (mask_gradient, (expected, _)) = (
         jax.jit(jax.grad(function, has_aux=True))(moe) for function in (replay, mask)
     )
-    np.testing.assert_allclose(got, expected, atol=2e-5, rtol=0)
+    np.testing.assert_allclose(actual, expected, atol=2e-5, rtol=0)
     assert relative_distance(gradient, mask_gradient) < 1e-5
     assert relative_distance(gradient["router"], mask_gradient["router"]) < 1e-5
     top_k = np.argsort(-x @ moe["router"]["kernel"], axis=-1)[:, :2]

@@ -42,10 +42,10 @@ def test_rows_beyond_and_empty_groups_have_no_part(case):
     rows, weights, given, gradient = operands(*case)
     count = sum(sizes)
     spoilt, of_spoilt = (x.at[count:].set(jnp.nan) for x in (rows, gradient))
-    got = differentiated(interpreted)(spoilt, weights, given, of_spoilt)
-    wanted = brute_force(rows, weights, sizes, gradient)
-    assert {x.dtype for x in got} == {jnp.dtype("bfloat16")}
-    for result, exact, end in zip(got, wanted, (count, count, None), strict=True):
+    actual = differentiated(interpreted)(spoilt, weights, given, of_spoilt)
+    expected = brute_force(rows, weights, sizes, gradient)
+    assert {x.dtype for x in actual} == {jnp.dtype("bfloat16")}
+    for result, exact, end in zip(actual, expected, (count, count, None), strict=True):
         result = np.asarray(result, np.float64)[:end]
         np.testing.assert_allclose(result, exact[:end], rtol=2**-8, atol=1e-5)
 

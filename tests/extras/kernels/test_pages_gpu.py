@@ -65,9 +65,9 @@ def test_each_page_of_each_key_head_is_read_once_and_no_slot_is_written_twice(se
     work = work_of(limits, num_heads)
     each = [span for own in spans(work, num_heads) for span in own]
     read = [(x.matrix, x.head, x.start + i) for x in each for i in range(x.count)]
-    wanted = [(f, k, j) for f in range(rows) for k in range(num_heads)
+    expected = [(f, k, j) for f in range(rows) for k in range(num_heads)
               for j in range(-(-limits[f] // PAGE))]  # fmt: skip
-    assert sorted(read) == wanted
+    assert sorted(read) == expected
     assert len({span.slot for span in each}) == len(each)
     assert all(0 <= span.slot < rows * num_heads + 2 * NUM_PROGRAMS for span in each)
     parts = np.unique([x[:2] for x in each], axis=0, return_counts=True)[1] if each else [0]
@@ -93,10 +93,10 @@ def test_parts_are_merged_to_the_softmax_over_all(monkeypatch):
         )
         out[span.slot], lse[span.slot] = (x[0, 0] for x in found)
     merged, merged_lse = jax.jit(lambda *x: pages_gpu._merge_partial_results(*x, 3))(out, lse, work)
-    wanted, wanted_lse = brute_force_pages(*arrays)
-    np.testing.assert_allclose(merged.reshape(wanted[:, 0].shape), wanted[:, 0], atol=1e-6)
-    wanted_lse = np.where(np.isfinite(wanted_lse), wanted_lse, EMPTY_LSE)
-    np.testing.assert_allclose(merged_lse.reshape(5, 6), wanted_lse[:, 0], rtol=1e-6)
+    expected, expected_lse = brute_force_pages(*arrays)
+    np.testing.assert_allclose(merged.reshape(expected[:, 0].shape), expected[:, 0], atol=1e-6)
+    expected_lse = np.where(np.isfinite(expected_lse), expected_lse, EMPTY_LSE)
+    np.testing.assert_allclose(merged_lse.reshape(5, 6), expected_lse[:, 0], rtol=1e-6)
 
 
 def interpreted_pages(*arrays):
@@ -119,9 +119,9 @@ def test_the_kernel_against_brute_force(case, monkeypatch):
     *shape, dtype = case
     q, keys, values, tables, limits = random_pages(np.random.default_rng(0), *shape)
     given = [jnp.asarray(x, dtype) for x in (q, keys, values)]
-    wanted = brute_force_pages(*(np.asarray(x, np.float32) for x in given), tables, limits)
-    got = interpreted_pages(*given, tables, limits)
-    assert_agrees(got, wanted, tolerance=2e-6 if dtype == "float32" else 0.02)
+    expected = brute_force_pages(*(np.asarray(x, np.float32) for x in given), tables, limits)
+    actual = interpreted_pages(*given, tables, limits)
+    assert_agrees(actual, expected, tolerance=2e-6 if dtype == "float32" else 0.02)
 
 
 @interpreted
@@ -132,8 +132,8 @@ def test_limits_at_edges_of_pages_rows_that_read_nothing_and_pages_that_rows_sha
     tables = rng.permutation(18).reshape(6, 3).astype(np.int32)
     tables[1:3, :2] = tables[0, :2]
     limits = np.array([[128, 129], [127, 128], [1, 64], [0, 0], [0, 65], [192, 0]], np.int32)
-    got = interpreted_pages(q, keys, values, tables, limits)
-    assert_agrees(got, brute_force_pages(q, keys, values, tables, limits))
+    actual = interpreted_pages(q, keys, values, tables, limits)
+    assert_agrees(actual, brute_force_pages(q, keys, values, tables, limits))
     nothing = interpreted_pages(q, keys, values, tables, 0 * limits)
     assert not nothing[0].any()
     assert (nothing[1] == EMPTY_LSE).all()

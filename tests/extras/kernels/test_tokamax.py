@@ -60,13 +60,13 @@ def test_two_ranges_merged_equal_brute_force(shape, num_kv_heads, num_queries, s
     gradient = (gradient * is_asked)[:, -num_queries:]
     run = forward_and_backward(interpret=True, shares_prompts=shares_prompts)
     key_ranges = compute_key_ranges(jnp.asarray(segment_ids), jnp.asarray(positions))
-    got = run(q[:, -num_queries:], k, v, key_ranges, gradient)
-    assert {x.dtype for x in got} == {jnp.dtype("bfloat16")}
+    actual = run(q[:, -num_queries:], k, v, key_ranges, gradient)
+    assert {x.dtype for x in actual} == {jnp.dtype("bfloat16")}
     out, of_queries, *of_keys = brute_force(*exact, attention_mask)
-    wanted = (out[:, -num_queries:], of_queries[:, -num_queries:], *of_keys)
-    got = [np.asarray(x, np.float32) for x in got]
-    got[0] = got[0] * is_token[:, -num_queries:]
-    for name, one, other in zip(("out", "dq", "dk", "dv"), got, wanted, strict=True):
+    expected = (out[:, -num_queries:], of_queries[:, -num_queries:], *of_keys)
+    actual = [np.asarray(x, np.float32) for x in actual]
+    actual[0] = actual[0] * is_token[:, -num_queries:]
+    for name, one, other in zip(("out", "dq", "dk", "dv"), actual, expected, strict=True):
         # Each part and their sum are rounded to 2^-9 of what they are.
         np.testing.assert_allclose(one, other, atol=0.01 * np.abs(other).max(), err_msg=name)
 
@@ -114,16 +114,16 @@ def test_its_masks_are_those_of_the_stand_in(which):
         return attention(q, k, v, return_residuals=True, **settings)
 
     out, back, (highest, total) = jax.vjp(theirs, q, k, v, has_aux=True)
-    got, lse = XlaKernels(0.125).forward(q, k, v, keys)
+    actual, lse = XlaKernels(0.125).forward(q, k, v, keys)
     # In XLA it averages all values where nothing is read; the kernels and we give 0.
     has_keys = jnp.isfinite(lse).swapaxes(1, 2)[..., None]
     assert has_keys.all() == (which != "shared")
-    np.testing.assert_allclose(got, jnp.where(has_keys, out, 0), atol=1e-5)
+    np.testing.assert_allclose(actual, jnp.where(has_keys, out, 0), atol=1e-5)
     theirs = jnp.where(jnp.isfinite(lse), highest + jnp.log(total), -jnp.inf)
     np.testing.assert_allclose(lse, theirs, atol=1e-5)
     gradient = jnp.where(has_keys, gradient, 0)
     found = XlaKernels(0.125).backward(
-        q, k, v, keys, got, jnp.where(has_keys[..., 0].swapaxes(1, 2), lse, 0), gradient
+        q, k, v, keys, actual, jnp.where(has_keys[..., 0].swapaxes(1, 2), lse, 0), gradient
     )
     for one, other in zip(found, back(gradient), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4)

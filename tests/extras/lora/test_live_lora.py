@@ -123,8 +123,8 @@ def test_gradients_are_those_of_plain_torch(source, names, use_rslora):
     if adapter.model.vision is not None:
         logits[..., [adapter.model.vision.image_id, adapter.model.video_id]] = -torch.inf
     table = logits.log_softmax(-1)
-    wanted = table.gather(-1, ids[:, 1:, None])[..., 0]
-    (wanted * torch.tensor(weights[:, 1:])).sum().backward()
+    expected = table.gather(-1, ids[:, 1:, None])[..., 0]
+    (expected * torch.tensor(weights[:, 1:])).sum().backward()
 
     model = Model(adapter, MESH, XLA, num_tokens=adapter.model.vocab_size)
     ones = np.ones(token_ids.shape, np.int32)
@@ -145,7 +145,7 @@ def test_gradients_are_those_of_plain_torch(source, names, use_rslora):
         return (logprobs * weights).sum(), logprobs
 
     gradients, logprobs = jax.jit(jax.grad(summed, has_aux=True))(params)
-    np.testing.assert_allclose(logprobs[:, 1:], wanted.detach().numpy(), atol=1e-4)
+    np.testing.assert_allclose(logprobs[:, 1:], expected.detach().numpy(), atol=1e-4)
     found = flatten_dict(gradients, sep="/")
     assert len(found) == 2 * len(adapter.targets)
     for (layer, place), pair in matrices.items():

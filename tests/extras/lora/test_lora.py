@@ -79,8 +79,8 @@ def test_logits_and_gradients_are_those_of_peft(name, scan):
         for number, layer_gradient in enumerate(gradient):
             module = adapter.model.hf_names()[f"{layer}/kernel"].format(number)
             name_there = module.replace("weight", f"lora_{matrix[-1].upper()}.weight")
-            wanted = golden[f"base_model.model.{name_there}"].T
-            assert relative_distance(layer_gradient, wanted) < 1e-4, (param, number)
+            expected = golden[f"base_model.model.{name_there}"].T
+            assert relative_distance(layer_gradient, expected) < 1e-4, (param, number)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -108,8 +108,8 @@ def test_a_merged_export_and_the_adapter_itself_are_read_again(name, tmp_path):
     assert ours["base_model_name_or_path"] == str(source)
     same = ("r", "lora_alpha", "use_rslora", "peft_type", "task_type", "bias", "use_dora")
     assert {key: ours[key] for key in same} == {key: theirs[key] for key in same}
-    wanted = {name.rpartition(".")[2] for name in theirs["target_modules"]}
-    assert ours["target_modules"] == sorted(wanted)
+    expected = {name.rpartition(".")[2] for name in theirs["target_modules"]}
+    assert ours["target_modules"] == sorted(expected)
 
 
 def test_a_layer_by_hand():
@@ -138,8 +138,8 @@ def test_an_int8_base_is_near_the_model_and_rounds_by_at_most_half_a_step():
     name = "lora_all_linear"
     adapter, params, base = loaded(name, base_dtype="int8")
     original = load_hf(GOLDEN / SOURCES[name])
-    found, wanted = flatten_dict(base), flatten_dict(original)
-    for path, weights in wanted.items():
+    found, expected = flatten_dict(base), flatten_dict(original)
+    for path, weights in expected.items():
         if (*path[:-1], "kernel_scale") in found:
             assert found[path].dtype == jnp.int8
             scale = np.asarray(found[*path[:-1], "kernel_scale"])[:, None]
@@ -147,7 +147,7 @@ def test_an_int8_base_is_near_the_model_and_rounds_by_at_most_half_a_step():
             assert 0.4 < step.max() < 0.501
         else:
             np.testing.assert_array_equal(found[path], weights)
-    assert len(found) - len(wanted) == 7  # a scale for each linear layer
+    assert len(found) - len(expected) == 7  # a scale for each linear layer
     golden = np.load(GOLDEN / name / "golden.npz")
     logits = logits_of(adapter, merge_params(base, params), jnp.asarray(golden["token_ids"]))
     assert 1e-4 < relative_distance(logits, golden["logits"]) < 0.03
@@ -289,8 +289,8 @@ def test_in_bfloat16_only_what_is_trained_stays_float32():
     weights = adapter.weights_for_training(merge_params(base, params), jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {jnp.dtype("bfloat16")}
     # s in B before it is rounded
-    wanted = (params["blocks"]["mlp"]["up"]["kernel_b"] * 2).astype(jnp.bfloat16)
-    np.testing.assert_array_equal(weights["blocks"]["mlp"]["up"]["kernel_b"], wanted)
+    expected = (params["blocks"]["mlp"]["up"]["kernel_b"] * 2).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(weights["blocks"]["mlp"]["up"]["kernel_b"], expected)
 
 
 def test_the_base_gets_no_gradient():

@@ -73,19 +73,19 @@ def test_gradients_are_those_of_merged_weights_whatever_the_packing():
         (BatchShape(num_micro=4, micro_rows=2, row_tokens=36), [5, 2, 7, 0, 6, 3, 1, 4]),
     ):
         packed = pack_all([sequences[i] for i in order], shape)
-        got, _ = gradient(merge_params(base, params), packed.batch, packed.num_micro)
-        found.append(got)
-        assert relative_distance(got, found[0]) < 1e-5
+        actual, _ = gradient(merge_params(base, params), packed.batch, packed.num_micro)
+        found.append(actual)
+        assert relative_distance(actual, found[0]) < 1e-5
     assert jax.tree.structure(found[0]) == jax.tree.structure(params)
     for layer in ADAPTER.targets:
         _, part, name = layer.split("/")
         pair, G = params["blocks"][part][name], of_plain["blocks"][part][name]["kernel"]
         a, b = pair["kernel_a"], pair["kernel_b"]
-        wanted = {
+        expected = {
             "kernel_a": s * np.einsum("lio,lro->lir", G, b),
             "kernel_b": s * np.einsum("lir,lio->lro", a, G),
         }
-        assert relative_distance(found[0]["blocks"][part][name], wanted) < 1e-4, layer
+        assert relative_distance(found[0]["blocks"][part][name], expected) < 1e-4, layer
 
 
 def test_an_update_changes_the_adapter_alone():
@@ -122,6 +122,6 @@ def test_with_the_adapter_off_scores_are_those_of_the_base():
         leaf["kernel_b"] = np.zeros_like(leaf["kernel_b"])
     off = score(params, batch, packed)
     for index in range(len(LENGTHS)):
-        wanted = gather(packed.batch, alone, index)
-        np.testing.assert_allclose(gather(packed.batch, off, index), wanted, atol=1e-6)
+        expected = gather(packed.batch, alone, index)
+        np.testing.assert_allclose(gather(packed.batch, off, index), expected, atol=1e-6)
     assert np.abs(np.asarray(on) - np.asarray(off)).max() > 1e-2

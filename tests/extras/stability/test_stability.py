@@ -70,7 +70,7 @@ def test_dppo_is_the_loop_over_its_tokens(divergence, anchor):
     batch = rows(0)
     settings = DPPO | {"divergence": divergence, "anchor": anchor}
     loss, metrics, gradient = loss_and_gradient(dppo_policy_loss, batch, TOKENS, **settings)
-    wanted, slopes, clipped = (np.zeros(loss.shape) for _ in range(3))
+    expected, slopes, clipped = (np.zeros(loss.shape) for _ in range(3))
     for place in zip(*np.nonzero(batch.loss_mask), strict=True):
         now = float(batch.logprobs[place])
         before = float((batch.old_logprobs if anchor == "old" else batch.rollout_logprobs)[place])
@@ -81,8 +81,8 @@ def test_dppo_is_the_loop_over_its_tokens(divergence, anchor):
         away = (advantage > 0 and p > q and far > 0.2) or (advantage < 0 and p < q and far > 0.15)
         clipped[place] = away
         slopes[place] = 0.0 if away else -min(p / q, 2.0) * advantage
-        wanted[place] = slopes[place] * now
-    np.testing.assert_allclose(loss, wanted, rtol=2e-4, atol=1e-6)
+        expected[place] = slopes[place] * now
+    np.testing.assert_allclose(loss, expected, rtol=2e-4, atol=1e-6)
     np.testing.assert_allclose(gradient, slopes, rtol=2e-4, atol=1e-6)
     np.testing.assert_array_equal(metrics["pg_clipfrac"], clipped)
     assert clipped.any()
@@ -144,20 +144,20 @@ def test_llds_is_the_loop_over_actions(level, seed):
     loss, metrics, gradient = loss_and_gradient(
         likelihood_loss, batch, LLDS, level=level, margin=MARGIN
     )
-    wanted = np.zeros(loss.shape)
+    expected = np.zeros(loss.shape)
     for row in range(len(loss)):
         for action in find_actions(batch, row, level):
             lost = [
                 float(batch.old_logprobs[row, t]) - float(batch.logprobs[row, t]) for t in action
             ]
             if sum(lost) > MARGIN:
-                wanted[row, action] = [x if x > MARGIN else 0 for x in lost]
-    np.testing.assert_allclose(loss, wanted, atol=1e-6)
-    np.testing.assert_array_equal(gradient, np.where(wanted > 0, -1.0, 0.0))
-    np.testing.assert_array_equal(metrics["llds_share"], wanted > 0)
-    assert (wanted > 0).any()
+                expected[row, action] = [x if x > MARGIN else 0 for x in lost]
+    np.testing.assert_allclose(loss, expected, atol=1e-6)
+    np.testing.assert_array_equal(gradient, np.where(expected > 0, -1.0, 0.0))
+    np.testing.assert_array_equal(metrics["llds_share"], expected > 0)
+    assert (expected > 0).any()
     if seed == 2:  # some gates are shut
-        assert (wanted > 0).sum() < (metrics["llds_lost"] > 0).sum()
+        assert (expected > 0).sum() < (metrics["llds_lost"] > 0).sum()
 
 
 def test_llds_is_zero_before_the_first_update_but_for_rounding():
@@ -175,16 +175,16 @@ def test_the_off_policy_gate_is_the_loop_over_trajectories(delta):
     batch = rows(3, spread=0.5)
     names = ("logprobs", "rollout_logprobs", "advantages", "loss_mask", "segment_ids")
     is_open = np.asarray(off_policy_sequence_mask(*(getattr(batch, n) for n in names), delta=delta))
-    wanted = np.ones(is_open.shape, bool)
-    for row in range(len(wanted)):
+    expected = np.ones(is_open.shape, bool)
+    for row in range(len(expected)):
         for segment in (1, 2, 3):
             places = batch.segment_ids[row] == segment
             own = places & batch.loss_mask[row]
             moved = (batch.rollout_logprobs[row] - batch.logprobs[row])[own].mean()
             if batch.advantages[row][places][0] < 0 and moved > delta:
-                wanted[row, places] = False
+                expected[row, places] = False
     sampled = batch.loss_mask
-    np.testing.assert_array_equal(is_open[sampled], wanted[sampled])
+    np.testing.assert_array_equal(is_open[sampled], expected[sampled])
 
 
 VOID = Turn(text="Let me think about")

@@ -155,6 +155,6 @@ def test_each_environment_has_its_charts(tmp_path, open_page):
     assert values(browser, "Reward") == {"reward": 0.75}
     assert values(browser, "Reward: search") == {"reward": 1.75}
     assert values(browser, "Reward: math") == {"reward": -5}
-    got = values(browser, "exact match: search")
-    assert got == {"sampled": 0.375, "search finds nothing": 0.125}
+    actual = values(browser, "exact match: search")
+    assert actual == {"sampled": 0.375, "search finds nothing": 0.125}
     assert values(browser, "exact match: math") == {}

@@ -111,13 +111,13 @@ def brute_force_pages(q, keys, values, tables, limits):
     return out, lse
 
 
-def assert_agrees(got, wanted, tolerance=2e-6):
+def assert_agrees(actual, expected, tolerance=2e-6):
     """Compare outputs and log-sum-exp of a kernel with those of `brute_force_pages`."""
-    (out, lse), (wanted_out, wanted_lse) = got, wanted
+    (out, lse), (expected_out, expected_lse) = actual, expected
     assert out.dtype == lse.dtype == jnp.float32
     assert np.isfinite(out).all()
     assert np.isfinite(lse).all()
-    np.testing.assert_allclose(out, wanted_out, atol=tolerance)
-    has_keys = np.isfinite(wanted_lse)
-    np.testing.assert_allclose(np.asarray(lse)[has_keys], wanted_lse[has_keys], atol=tolerance)
+    np.testing.assert_allclose(out, expected_out, atol=tolerance)
+    has_keys = np.isfinite(expected_lse)
+    np.testing.assert_allclose(np.asarray(lse)[has_keys], expected_lse[has_keys], atol=tolerance)
     assert (np.asarray(lse)[~has_keys] < -1e30).all()

@@ -47,8 +47,8 @@ def test_attention_over_pages_equals_brute_force(name, shape):
 def test_bfloat16_pages_are_summed_in_float32(name):
     q, keys, values, tables, limits = random_pages(np.random.default_rng(0), *SHAPES[1])
     half = [jnp.asarray(x, jnp.bfloat16) for x in (q, keys, values)]
-    wanted = brute_force_pages(*(np.asarray(x, np.float32) for x in half), tables, limits)
-    assert_agrees(jax.jit(KERNELS[name])(*half, tables, limits), wanted, tolerance=0.02)
+    expected = brute_force_pages(*(np.asarray(x, np.float32) for x in half), tables, limits)
+    assert_agrees(jax.jit(KERNELS[name])(*half, tables, limits), expected, tolerance=0.02)
 
 
 @pytest.mark.parametrize("shape", [(4, 1, 8, 2, 64, 8, 20), (5, 1, 2, 1, 8, 64, 2)], ids=str)
@@ -63,7 +63,7 @@ def test_pages_or_their_copy_and_the_current_chunk_equal_brute_force(shape):
     for longest in (limits.max(), 40, 0):
         below = np.minimum(limits, longest)
         past = jax.jit(reference.gather_past)(keys, values, tables)
-        got = jax.jit(reference.attend_past)(q[:, 0], past, below[:, 0], *chunk, 1)
+        actual = jax.jit(reference.attend_past)(q[:, 0], past, below[:, 0], *chunk, 1)
         for b in range(B):
             named = tables[b, : -(-below[b, 0] // keys.shape[2])]
             joined = [
@@ -71,10 +71,10 @@ def test_pages_or_their_copy_and_the_current_chunk_equal_brute_force(shape):
                 for x, y in zip((keys, values), chunk[:, b, :, :2], strict=True)
             ]
             one_page = (q[b : b + 1], *(x[None] for x in joined), np.zeros((1, 1), int))
-            wanted = brute_force_pages(*one_page, np.full((1, 1), joined[0].shape[1]))[0][0, 0]
-            np.testing.assert_allclose(got[b], wanted, atol=2e-6)
+            expected = brute_force_pages(*one_page, np.full((1, 1), joined[0].shape[1]))[0][0, 0]
+            np.testing.assert_allclose(actual[b], expected, atol=2e-6)
             if longest == limits.max():
-                np.testing.assert_allclose(merged[b], wanted, atol=2e-6)
+                np.testing.assert_allclose(merged[b], expected, atol=2e-6)
 
 
 def test_past_boundaries_cover_all_pages():

@@ -53,9 +53,9 @@ def check_kernel(name, shape, num_kv_heads, *, dtype="float32", seed=0, toleranc
         q, k, v, gradient = (
             np.asarray(jnp.asarray(x, dtype), np.float32) for x in (q, k, v, gradient)
         )
-    wanted = brute_force(q, k, v, gradient, attention_mask)
-    got = differentiate(attend_packed, dtype, q, k, v, gradient, *ids)
-    for label, x, y in zip(("out", "dq", "dk", "dv"), got, wanted, strict=True):
+    expected = brute_force(q, k, v, gradient, attention_mask)
+    actual = differentiate(attend_packed, dtype, q, k, v, gradient, *ids)
+    for label, x, y in zip(("out", "dq", "dk", "dv"), actual, expected, strict=True):
         np.testing.assert_allclose(x, y, atol=tolerance, err_msg=label)
 
 
@@ -119,13 +119,15 @@ def test_queries_of_the_last_tokens_alone(name):
     q, k, v, gradient = random_inputs(rng, (2, num_tokens, 4, 16), 2)
     gradient *= (ids[0] > 0)[:, :, None, None]
     gradient[:, :-num_queries] = 0
-    wanted = differentiate(KERNELS["xla"], "float32", q, k, v, gradient, *ids)
+    expected = differentiate(KERNELS["xla"], "float32", q, k, v, gradient, *ids)
 
     def last(q, k, v, key_ranges):
         out = KERNELS[name](q[:, -num_queries:], k, v, key_ranges)
         return jnp.pad(out, ((0, 0), (num_tokens - num_queries, 0), (0, 0), (0, 0)))
 
-    got = differentiate(last, "float32", q, k, v, gradient, *ids)
-    np.testing.assert_allclose(got[0][:, -num_queries:], wanted[0][:, -num_queries:], atol=2e-5)
-    for x, y in zip(got[1:], wanted[1:], strict=True):
+    actual = differentiate(last, "float32", q, k, v, gradient, *ids)
+    np.testing.assert_allclose(
+        actual[0][:, -num_queries:], expected[0][:, -num_queries:], atol=2e-5
+    )
+    for x, y in zip(actual[1:], expected[1:], strict=True):
         np.testing.assert_allclose(x, y, atol=2e-5)
