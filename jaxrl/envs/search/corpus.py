@@ -12,7 +12,7 @@ import os
 import time
 import zlib
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -144,29 +144,6 @@ def find_line_offsets(path: Path) -> Sequence[int]:
 def get_index_folder(corpus: str | Path, index: str | Path = "") -> Path:
     """Return the folder for indexes of a corpus, by default `index` next to it."""
     return Path(index) if index else Path(corpus).parent / "index"
-
-
-def find_longest_prefix(path: Path, sizes: Mapping[str, int]) -> str:
-    """Return the SHA-256 of the longest of several known prefixes of a corpus; "" if none matches.
-
-    A prefix that ends within a line does not count, since that line has changed.
-
-    Args:
-        path: JSONL file.
-        sizes: Size of each known prefix in bytes, keyed by SHA-256.
-    """
-    longest, hasher = "", hashlib.sha256()
-    num_read, ends_line = 0, False
-    with open(path, "rb") as stream:
-        for digest, size in sorted(sizes.items(), key=lambda part: part[1]):
-            while num_read < size and (chunk := stream.read(min(2**20, size - num_read))):
-                hasher.update(chunk)
-                num_read += len(chunk)
-                ends_line = chunk.endswith(b"\n")
-            is_match = num_read == size and hasher.hexdigest() == digest
-            if is_match and (ends_line or stream.peek(1)[:1] in (b"\n", b"\r")):
-                longest = digest
-    return longest
 
 
 def check_corpus(corpus: Path, index_dir: Path, *, section: str) -> None:
