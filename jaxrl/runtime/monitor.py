@@ -6,14 +6,14 @@ killed, stopped or cut off. The hub tells all monitors about the first lost proc
 prints a message to standard error and ends the monitored process, which would otherwise wait
 forever in a collective operation. This module imports neither JAX nor the rest of jaxrl.
 
-Lines are JSON objects. The first line on standard input has the settings. The process then sends
+Messages are JSON objects. The first line on standard input has the settings. The process then sends
 `alive`, `finished`, `failed` (the reason) and `stop` (it received a signal). It receives `stop` and
 `lost` (the reason, with the `index` of the process and whether it `failed` on its own). Monitors
 exchange `alive`, `finished`, `stop` and `lost`.
 
-The first line from a monitor to the hub is not JSON: it is the job's token and the monitor's index.
-The hub parses no JSON from a connection before that, and stops listening once all monitors have
-joined.
+The first message from a monitor to the hub is not JSON: it is the job's token and the monitor's
+index. The hub reads nothing else from a connection before that, and stops listening once all
+monitors have joined.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ import contextlib
 import hmac
 import json
 import os
-import selectors
+import queue
 import signal
 import socket
 import sys
+import threading
 import time
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from typing import Any
 
 HEARTBEAT_INTERVAL_S = 1.0
@@ -39,7 +42,7 @@ GRACE_S = 5.0
 FAILURE_WAIT_S = 2.0
 """Seconds to wait after a failure for the report of a killed process that may have caused it."""
 
-_MAX_LINE_BYTES = 1 << 20
+_MAX_MESSAGE_BYTES = 1 << 20
 _MAX_HELLO_BYTES = 128  # more than a token and an index need
 
 
@@ -88,74 +91,41 @@ class ProcessLoss:
         )
 
 
-@dataclass(kw_only=True)
-class _Link:
-    """Connection to the monitored process, to the hub, or from another monitor to the hub."""
-
-    index: int | None  # index of the process it reports on; None until it has sent the token
-    read_fd: int
-    connection: socket.socket | None = None
-    is_finished: bool = False
-    last_received_at: float = field(default_factory=time.monotonic)
-    buffer: bytes = b""
-
-    def receive(self) -> bool:
-        """Append received bytes to `buffer`; return False if the other end is closed."""
-        try:
-            data = os.read(self.read_fd, 65536)
-        except OSError:
-            return False
-        self.last_received_at = time.monotonic()
-        self.buffer += data
-        return bool(data)
-
-    def pop_lines(self) -> list[dict[str, Any]] | None:
-        """Remove and parse the complete lines in `buffer`; return None if any is malformed."""
-        *lines, self.buffer = self.buffer.split(b"\n")
-        try:
-            read = [json.loads(line) for line in lines]
-        except (ValueError, RecursionError):
-            return None
-        is_valid = (
-            all(isinstance(line, dict) for line in read) and len(self.buffer) <= _MAX_LINE_BYTES
-        )
-        return read if is_valid else None
-
-    def read(self) -> list[dict[str, Any]] | None:
-        """Receive lines; return None if the other end is closed or the lines are malformed."""
-        return self.pop_lines() if self.receive() else None
-
-    def write(self, **line: Any) -> None:
-        if self.connection is not None:
-            with contextlib.suppress(OSError):
-                self.connection.sendall(json.dumps(line).encode() + b"\n")
-
-
 class Monitor:
     """Monitor for one process; `run` returns once the process has finished or been terminated."""
 
     def __init__(self, settings: MonitorSettings):
-        """Open the link to the process over standard input and output; join or become the hub."""
+        """Read from the process over standard input; join or become the hub."""
         self._settings = settings
-        self._selector = selectors.DefaultSelector()
-        self._process_link = _Link(index=settings.index, read_fd=0)
-        self._links: list[_Link] = []
-        self._add_link(self._process_link)
-        self._listener: socket.socket | None = None
+        # Index of a process, and a message about it, its monitor's connection, or None at the end.
+        self._events: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        self._connections: dict[int, Connection] = {}  # other monitors, by their process
+        self._last_received_at: dict[int, float] = {}
+        self._finished: set[int] = set()  # processes that reported their end
+        self._gone: set[int] = set()  # processes and monitors that closed their end
         self._missing: set[int] = set()  # monitors that have not joined yet
-        self._loss: ProcessLoss | None = None
+        self._first_failure: tuple[float, ProcessLoss] | None = None  # with its time
+        self._is_stopping = False
+        self._started = self._last_heartbeat_at = time.monotonic()
+        self._start_reader(settings.index, sys.stdin.buffer.readline)
         if settings.hub_fd >= 0:
-            self._listener = socket.socket(fileno=settings.hub_fd)
-            self._listener.setblocking(False)  # a caller may be gone before accept()
-            self._selector.register(self._listener, selectors.EVENT_READ)
             self._missing = set(range(1, len(settings.names)))
+            self._listener = socket.socket(fileno=settings.hub_fd)
+            threading.Thread(target=self._accept_monitors, daemon=True).start()
         else:
             self._join_hub()
-        self._started = self._last_heartbeat_at = time.monotonic()
-        self._first_failure: tuple[float, ProcessLoss] | None = (
-            None  # time and report of the first failure
-        )
-        self._is_stopping = False
+
+    def _start_reader(self, index: int, read: Callable[[], bytes]) -> None:
+        """Turn the messages that `read` returns into events, in a thread."""
+
+        def run() -> None:
+            with contextlib.suppress(OSError, EOFError, ValueError, TypeError, RecursionError):
+                while data := read():
+                    self._events.put((index, dict(json.loads(data))))
+            self._events.put((index, None))
+
+        self._last_received_at[index] = time.monotonic()
+        threading.Thread(target=run, daemon=True).start()
 
     def _join_hub(self) -> None:
         settings = self._settings
@@ -164,31 +134,39 @@ class Monitor:
         except OSError as error:
             host, port = settings.hub
             why = f"process {settings.index} cannot reach its monitor at {host}:{port}: {error}"
-            self._loss = ProcessLoss(index=0, lost=why)
+            self._events.put((0, {"lost": why, "index": 0}))
             return
+        connection.settimeout(None)
+        hub = Connection(connection.detach())
         with contextlib.suppress(OSError):
-            connection.sendall(f"{settings.token} {settings.index}\n".encode())
-        self._add_link(_Link(index=0, read_fd=connection.fileno(), connection=connection))
+            hub.send_bytes(f"{settings.token} {settings.index}".encode())
+        self._add_connection(0, hub)
 
-    def _add_link(self, link: _Link) -> None:
-        self._links.append(link)
-        self._selector.register(link.read_fd, selectors.EVENT_READ, link)
+    def _add_connection(self, index: int, connection: Connection) -> None:
+        self._connections[index] = connection
+        self._start_reader(index, lambda: connection.recv_bytes(_MAX_MESSAGE_BYTES))
 
-    def _drop_link(self, link: _Link) -> None:
-        self._links.remove(link)
-        self._selector.unregister(link.read_fd)
-        if link.connection is not None:
-            link.connection.close()
+    def _accept_monitors(self) -> None:
+        """Accept connections until the listener is closed. Each authenticates in a thread."""
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                arguments = (Connection(connection.detach()),)
+                threading.Thread(target=self._authenticate, args=arguments, daemon=True).start()
+
+    def _authenticate(self, connection: Connection) -> None:
+        """Report a monitor that sends the token; close any other connection."""
+        with contextlib.suppress(OSError, EOFError, ValueError):
+            token, _, index = connection.recv_bytes(_MAX_HELLO_BYTES).partition(b" ")
+            if hmac.compare_digest(token, self._settings.token.encode()):
+                self._events.put((int(index), connection))
+                return
+        connection.close()
 
     def run(self) -> None:
         """Watch until the process has finished, or any process is lost."""
-        while not self._process_link.is_finished:
-            loss = self._loss
-            for key, _ in self._selector.select(timeout=HEARTBEAT_INTERVAL_S / 2):
-                if key.data is None:
-                    self._accept()
-                elif key.data in self._links:  # not dropped earlier in this loop
-                    loss = loss or self._read_link(key.data)
+        while self._settings.index not in self._finished:
+            loss = self._handle_event(self._receive(HEARTBEAT_INTERVAL_S / 2))
             loss = loss or self._check_timeouts() or self._check_failure()
             if loss is not None:
                 return self._terminate(loss)
@@ -197,77 +175,65 @@ class Monitor:
                 self._broadcast(alive=True)
         self._broadcast(finished=True)
 
-    def _accept(self) -> None:
-        if self._listener is None:
-            return
-        with contextlib.suppress(OSError):
-            connection, _ = self._listener.accept()
-            self._add_link(_Link(index=None, read_fd=connection.fileno(), connection=connection))
-
-    def _read_link(self, link: _Link) -> ProcessLoss | None:
-        """Read from a link; return the lost process that its data or end implies, if any."""
-        is_open = link.receive()
-        if link.index is None and not self._authenticate(link, is_open=is_open):
+    def _receive(self, timeout_s: float) -> tuple[int, Any] | None:
+        """Return the next event; None if there is none within `timeout_s` seconds."""
+        try:
+            index, event = self._events.get(timeout=timeout_s)
+        except queue.Empty:
             return None
-        assert link.index is not None
-        lines = link.pop_lines() if is_open else None
-        if lines is None:
-            self._drop_link(link)
-            if link.is_finished:
+        if event is None:
+            self._gone.add(index)
+        elif isinstance(event, dict):
+            self._last_received_at[index] = time.monotonic()
+        return index, event
+
+    def _handle_event(self, received: tuple[int, Any] | None) -> ProcessLoss | None:
+        """Handle an event; return the lost process that it implies, if any."""
+        if received is None:
+            return None
+        index, event = received
+        if isinstance(event, Connection):
+            self._admit(index, event)
+            return None
+        if event is None:
+            if index in self._finished:
                 return None
-            cause = "it ended" if link is self._process_link else "its monitor ended"
+            cause = "it ended" if index == self._settings.index else "its monitor ended"
             return ProcessLoss(
-                index=link.index, lost=f"{cause} without a message, like a killed process"
+                index=index, lost=f"{cause} without a message, like a killed process"
             )
-        for line in lines:
-            if "lost" in line:
-                return ProcessLoss.from_line(line)
-            if "failed" in line and self._first_failure is None:
-                why = f"it failed: {line['failed']}"
-                loss = ProcessLoss(index=link.index, lost=why, failed=True)
-                self._first_failure = (time.monotonic(), loss)
-            if "stop" in line and not self._is_stopping:
-                self._is_stopping = True
-                self._broadcast(stop=True)
-                self._send_to_process(stop=True)
-            if "finished" in line:
-                link.is_finished = True
+        if "lost" in event:
+            return ProcessLoss.from_line(event)
+        if "failed" in event and self._first_failure is None:
+            loss = ProcessLoss(index=index, lost=f"it failed: {event['failed']}", failed=True)
+            self._first_failure = (time.monotonic(), loss)
+        if "stop" in event and not self._is_stopping:
+            self._is_stopping = True
+            self._broadcast(stop=True)
+            self._send_to_process(stop=True)
+        if "finished" in event:
+            self._finished.add(index)
         return None
 
-    def _authenticate(self, link: _Link, *, is_open: bool) -> bool:
-        """Return True if a connection's first line is complete and valid; drop it if invalid."""
-        hello, newline, buffer = link.buffer.partition(b"\n")
-        token, _, index = hello.partition(b" ")
-        if is_open and not newline and len(hello) <= _MAX_HELLO_BYTES:
-            return False  # the line is incomplete
-        has_token = len(hello) <= _MAX_HELLO_BYTES and hmac.compare_digest(
-            token, self._settings.token.encode()
-        )
-        if not (has_token and index.isdigit() and int(index) in self._missing):
-            self._drop_link(link)
-            return False
-        link.index, link.buffer = int(index), buffer
-        self._missing.remove(link.index)
-        # Stop listening once all monitors have joined: a lost one never reconnects.
-        if not self._missing:
-            assert self._listener is not None
-            self._selector.unregister(self._listener)
+    def _admit(self, index: int, connection: Connection) -> None:
+        """Add a monitor that has authenticated. Stop listening after the last one."""
+        if index not in self._missing:
+            connection.close()
+            return
+        self._missing.remove(index)
+        self._add_connection(index, connection)
+        if not self._missing:  # a lost monitor never reconnects
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)  # ends `accept`
             self._listener.close()
-            self._listener = None
-            for stranger in [link for link in self._links if link.index is None]:
-                self._drop_link(stranger)
-        return True
 
     def _check_timeouts(self) -> ProcessLoss | None:
         """Return a process that counts as lost because it has been silent for too long, if any."""
         deadline_s = self._settings.deadline_s
         now = time.monotonic()
-        for link in self._links:
-            if link.index is None or link.is_finished:
-                continue
-            if now - link.last_received_at > deadline_s:
-                why = f"it sent nothing for {deadline_s:g} s"
-                return ProcessLoss(index=link.index, lost=why)
+        for index, received_at in self._last_received_at.items():
+            if index not in self._finished and now - received_at > deadline_s:
+                return ProcessLoss(index=index, lost=f"it sent nothing for {deadline_s:g} s")
         if self._missing and now - self._started > deadline_s:
             why = f"its monitor did not join within {deadline_s:g} s"
             return ProcessLoss(index=min(self._missing), lost=why)
@@ -278,23 +244,21 @@ class Monitor:
 
         A process that is lost in the meantime takes precedence.
         """
-        if (
-            self._first_failure is None
-            or time.monotonic() - self._first_failure[0] < FAILURE_WAIT_S
-        ):
+        if self._first_failure is None:
             return None
-        return self._first_failure[1]
+        reported_at, loss = self._first_failure
+        return loss if time.monotonic() - reported_at >= FAILURE_WAIT_S else None
 
-    def _broadcast(self, **line: Any) -> None:
-        """Write a line to all other monitors that this monitor is connected to."""
-        for link in self._links:
-            if link.index is not None:
-                link.write(**line)
+    def _broadcast(self, **message: Any) -> None:
+        """Send a message to all other monitors that this monitor is connected to."""
+        for connection in self._connections.values():
+            with contextlib.suppress(OSError):
+                connection.send_bytes(json.dumps(message).encode())
 
-    def _send_to_process(self, **line: Any) -> None:
-        """Write a line to the monitored process."""
+    def _send_to_process(self, **message: Any) -> None:
+        """Send a message to the monitored process."""
         with contextlib.suppress(OSError):
-            os.write(1, json.dumps(line).encode() + b"\n")
+            os.write(1, json.dumps(message).encode() + b"\n")
 
     def _terminate(self, loss: ProcessLoss) -> None:
         """Report the lost process to all monitors and terminate the monitored process."""
@@ -307,49 +271,33 @@ class Monitor:
         text = f"process {loss.index} of {len(settings.names)} ({name}) was lost: {loss.lost}."
         advice = "" if loss.failed else " Start the job again: it resumes from its last checkpoint."
         print(f"error: {text}{advice}", file=sys.stderr, flush=True)
-        if self._process_link not in self._links:
-            return
         # Ask the process to exit, then kill it; kill it immediately if it is silent (stopped).
-        is_silent = time.monotonic() - self._process_link.last_received_at > settings.deadline_s
-        deadline = time.monotonic() + (0 if is_silent else GRACE_S)
+        silent_s = time.monotonic() - self._last_received_at[settings.index]
+        deadline = time.monotonic() + (0 if silent_s > settings.deadline_s else GRACE_S)
         self._send_to_process(**asdict(loss))
-        for link in [link for link in self._links if link is not self._process_link]:
-            self._drop_link(link)
-        if self._listener is not None:
-            self._selector.unregister(self._listener)
-        while time.monotonic() < deadline:
-            for _ in self._selector.select(timeout=HEARTBEAT_INTERVAL_S / 2):
-                if self._process_link.read() is None:
-                    return
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(settings.pid, signal.SIGKILL)
+        while settings.index not in self._gone:
+            if time.monotonic() >= deadline:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(settings.pid, signal.SIGKILL)
+                return
+            self._receive(HEARTBEAT_INTERVAL_S / 2)
 
     def _wait_for_hub(self) -> ProcessLoss | None:
         """Wait for the hub to report the lost process; return None if it does not."""
-        hub = next((link for link in self._links if link is not self._process_link), None)
         deadline = time.monotonic() + GRACE_S
-        while hub is not None and time.monotonic() < deadline:
-            for key, _ in self._selector.select(timeout=HEARTBEAT_INTERVAL_S / 2):
-                lines = key.data.read()
-                if lines is None:
-                    self._drop_link(key.data)
-                    hub = None if key.data is hub else hub
-                for line in lines or []:
-                    if "lost" in line:
-                        return ProcessLoss.from_line(line)
+        while 0 not in self._gone and time.monotonic() < deadline:
+            _, event = self._receive(HEARTBEAT_INTERVAL_S / 2) or (0, None)
+            if isinstance(event, dict) and "lost" in event:
+                return ProcessLoss.from_line(event)
         return None
 
 
 def main() -> None:
     """Read the settings, then run the monitor."""
-    line = b""
-    while not line.endswith(b"\n"):  # byte by byte: the monitor reads the rest
-        byte = os.read(0, 1)
-        if not byte:
-            return
-        line += byte
-    settings = json.loads(line)
-    Monitor(MonitorSettings(**{**settings, "hub": tuple(settings["hub"])})).run()
+    if line := sys.stdin.buffer.readline():
+        settings = json.loads(line)
+        Monitor(MonitorSettings(**{**settings, "hub": tuple(settings["hub"])})).run()
+    os._exit(0)  # a normal exit fails while a thread reads standard input
 
 
 if __name__ == "__main__":
