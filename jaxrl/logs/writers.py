@@ -89,7 +89,6 @@ class MetricsLog:
         # A killed process may have left an incomplete last line.
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
         lines = lines[:num_records]
-        detail = "the first ones are lost" if path.exists() else "it is missing"
         damaged = [
             number for number, line in enumerate(lines, start=1) if parse_record(line) is None
         ]
@@ -102,12 +101,9 @@ class MetricsLog:
         if self._sentinel_path.exists():
             truncate(self._sentinel_path, self._sentinel_path.read_bytes().splitlines())
         if len(valid_lines) < num_records:
-            if valid_lines:
-                last = json.loads(valid_lines[-1])
-                detail = f"the last is from step {last['step']} ({last.get('stage', 'train')})"
             log(
                 f"warning: {path} contains {len(valid_lines)} of the {num_records} records that "
-                f"the run has written; {detail}. Reports do not contain lost records"
+                "the run has written. Reports do not contain the others"
             )
 
     def records(self) -> list[Record]:

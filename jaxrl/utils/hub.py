@@ -92,31 +92,12 @@ def download(
                 local_files_only=local_only,
             )
         )
-    except errors.GatedRepoError as error:
-        page = f"{constants.ENDPOINT}/{'datasets/' * (uri.type == 'dataset')}{uri.id}"
-        raise PermissionError(
-            f"{name}, a gated repository: accept its terms at {page}, and set HF_TOKEN to a token "
-            "of that account."
+    except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, httpx2.HTTPError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ConnectionError(
+            f"{name}, which cannot be downloaded from {constants.ENDPOINT}: {reason} Check the "
+            "name and the network, and set HF_TOKEN if the repository is gated or private."
         ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise FileNotFoundError(
-            f"{name}, which is not on {constants.ENDPOINT}; correct the name, or set HF_TOKEN if "
-            "the repository is private."
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise FileNotFoundError(
-            f"{name}, which has no revision {uri.revision!r}; expected a branch, tag or commit."
-        ) from error
-    except errors.LocalEntryNotFoundError as error:
-        is_offline = local_only or constants.HF_HUB_OFFLINE
-        reason = "HF_HUB_OFFLINE is set" if is_offline else f"{constants.ENDPOINT} does not answer"
-        raise FileNotFoundError(
-            f"{name}, which is not complete in the cache {constants.HF_HUB_CACHE}, and {reason}; "
-            "download it once with a network connection."
-        ) from error
-    except (errors.HfHubHTTPError, httpx2.HTTPError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ConnectionError(f"{name}, which cannot be downloaded: {reason}.") from error
     if path and "*" not in path and not (folder / path).is_file():
         raise FileNotFoundError(f"{name}, but the repository has no file {path!r}.")
     return folder / path, replace(uri, revision=folder.name)

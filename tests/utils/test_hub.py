@@ -76,9 +76,9 @@ def test_each_problem_is_an_error_of_one_line(hub, monkeypatch):
         "hf://pocket": "expected hf://org/name",
         "hf://org/pocket/config.json": "expected hf://org/name",
         "hf://spaces/org/pocket": "expected hf://org/name",
-        "hf://org/missing": "not on http",
-        "hf://org/gated": "accept its terms at http.*/org/gated",
-        "hf://org/pocket@v9": "no revision 'v9'",
+        "hf://org/missing": "cannot be downloaded.*org/missing",
+        "hf://org/gated": "cannot be downloaded.*org/gated",
+        "hf://org/pocket@v9": "cannot be downloaded.*v9",
     }
     for name, message in names.items():
         with pytest.raises((ValueError, OSError), match=rf"^--model is '{name}'.*{message}[^\n]*$"):
@@ -86,11 +86,7 @@ def test_each_problem_is_an_error_of_one_line(hub, monkeypatch):
     with pytest.raises(FileNotFoundError, match="has no file"):
         download_data("hf://datasets/org/sums/test.parquet")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(FileNotFoundError, match=r"^--model is .*HF_HUB_OFFLINE is set[^\n]*$"):
-        download_model("hf://org/pocket", "--model")
-    monkeypatch.undo()
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(FileNotFoundError, match=r"^--model is .*:9 does not answer[^\n]*$"):
+    with pytest.raises(OSError, match=r"^--model is .* cannot be downloaded[^\n]*$"):
         download_model("hf://org/pocket", "--model")
 
 
