@@ -103,8 +103,8 @@ def write_results(path: Path, record: Mapping[str, Any], text: str) -> None:
 def read_metrics(path: Path, weights_step: int, fingerprint: str) -> dict[str, float] | None:
     """Return the metrics of an evaluation on disk, or None if it must be repeated.
 
-    It must be repeated if the file is missing or damaged, if `weights_step` or `fingerprint`
-    differs, or if the environment failed, since it may work now.
+    Repeat an evaluation if its file is missing or damaged, if `weights_step` or `fingerprint`
+    differs, or if the environment failed, since the environment may work now.
     """
     try:
         record = read_object(path)

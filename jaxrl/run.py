@@ -378,7 +378,7 @@ def make_run_state(
     contents: Mapping[str, str],
     **fields: Any,
 ) -> RunState:
-    """Create a run state. `fields` are its other fields; see `run` for the arguments."""
+    """Create a run state. For the arguments, see `run`; `fields` are the state's other fields."""
     failures = FailureCounter(
         limit=settings.max_failed_steps, log=display.log, num_batches=progress.num_failed
     )

@@ -115,7 +115,9 @@ class Learner:
             run_state=run_state, stream=self.stream, add_divergences=self.add_divergences
         )
         self._has_weights = False  # True if the sampler holds the current weights
-        self.is_partial = False  # True if an error ended a step that cannot be repeated or saved
+        self.is_partial = (
+            False  # True after an error, if the step can be neither repeated nor saved
+        )
         self._begin_step()
 
     def _set_stage(self, stage: Stage) -> None:
@@ -142,11 +144,11 @@ class Learner:
         self._timer = StepTimer()
         self._collected: CollectedGroups | None = None
         self._is_streamed = False  # True if `collect` took the tasks
-        # Controllers for this step's loss, and for the next step; None before the first is needed.
+        # Controllers for this step's loss, and for the next step; None until the step needs them.
         self._controllers: tuple[Controllers, Controllers] | None = None
         self._advanced_groups: list[Group] = []  # groups that the controllers have seen
         self._accumulated: AccumulatedGradients | None = None
-        self._accumulated_update = self.stage.update  # that of the loss with these gradients
+        self._accumulated_update = self.stage.update  # update step of the accumulated loss
         self._accumulated_groups: list[Group] = []
         self._accumulated_pieces: list[MinibatchPiece] = []
 
@@ -336,12 +338,15 @@ class Learner:
         return self._estimator(groups, progress.step, progress.stage_step)
 
     def _advance_controllers(self, groups: Sequence[Group]) -> tuple[Controllers, list[Group]]:
-        """Measure divergences, advance the controllers, and return those that the step uses."""
+        """Measure divergences and advance the controllers.
+
+        Returns the controllers that the step uses, and the groups with their measurements.
+        """
         progress, collected = self.run_state.progress, self._collected
         with interruptible(self.run_state.should_stop):
             groups = self.add_divergences(groups)
-        # If a step calls this again, restart from the step's first state with all groups so far.
-        # Trajectories that return, for example in a repeated call, count once.
+        # Each call starts from the state before the step, with all groups of the step so far. A
+        # trajectory counts once, even if several calls receive it.
         returning = {id(t.token_ids) for t in flatten_groups(groups)}
         earlier = [
             group

@@ -23,7 +23,7 @@ Params = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """Task to roll out, with its index in the task stream, which seeds the samples."""
+    """Task to roll out. Its index in the task stream seeds the samples."""
 
     task: Task
     stream_index: int
@@ -115,8 +115,8 @@ class Trajectory:
     opener: str = ""  # start of the response that the chat template writes into the prompt
     turns: tuple[Turn, ...]
     turn_starts: tuple[int, ...] = ()  # index of each turn's first token
-    # For each context after the first: its start in `token_ids`, and the number of first tokens
-    # that repeat an earlier context. Tokens attend only within their own context.
+    # For each context after the first: its start in `token_ids`, and the number of tokens at its
+    # start that repeat an earlier context. Tokens attend only within their context.
     contexts: tuple[tuple[int, int], ...] = ()
     outcome: Outcome
     reward: float = 0.0

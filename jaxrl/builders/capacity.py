@@ -139,7 +139,7 @@ class CacheSizes:
 
     @property
     def num_states(self) -> int:
-        """Number of states: one per row, and as many for prompts and waiting rows."""
+        """Number of recurrent states: one per row, and the same for prompts and waiting rows."""
         return 2 * self.rows
 
     @property

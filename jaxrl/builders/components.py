@@ -133,8 +133,8 @@ def build(
         )
     tools = {name: build_tools(environment, log) for name, environment in c.environments.items()}
     check_prices(c, tools)
-    # The control environments, whose search engines find nothing. All checks use them, because they
-    # run before the index is built.
+    # The control environments, whose search engines find nothing. All checks use these
+    # environments, because the index is built after the checks.
     empty_engines = {
         name: None if environment.search.engine == NO_ENGINE else EmptySearch()
         for name, environment in c.environments.items()
@@ -219,8 +219,8 @@ def build(
     # Training stages, whose schedules need the number of steps.
     method = build_method(c)
     stages = build_stages(c, model, method, halves_micro_rows=halves_micro_rows)
-    # The environments with the real search engines, and the rollouts of control suites. Of several
-    # environments, only those with a search engine take part in its control suites.
+    # The environments with the real search engines, and the rollouts of control suites. If there
+    # are several environments, the control suites skip those without a search engine.
     searches = build_searches(c, show, workdir, log)
     control_environments = {"empty_search": list(searches if c.members else control_envs)}
     controls = {"empty_search": make_shared_rollout(control_envs)}
@@ -267,15 +267,13 @@ def build(
 
 
 def build_run_settings(c: ResolvedConfig) -> Settings:
-    """Extract the settings of the stages from the configuration."""
+    """Create the settings of the stages from the configuration."""
     # `depends_on` holds every value that affects evaluation results. Results are reused if it is
     # unchanged.
     endpoint = c.policy.get(c.policy.name)
     sections = ("seed", "model", "images", "env", "prompt", "search", "rollout", "reward", "eval")
-    values, copied = (
-        c.recorded_config.to_dict(),
-        c.recorded_config.to_dict(),
-    )  # keys are removed from the copy
+    values = c.recorded_config.to_dict()
+    copied = c.recorded_config.to_dict()  # keys are removed from this copy
     depends_on = {name: copied[name] for name in sections if name in copied}
     depends_on.get("images", {}).pop("cache_mib", None)
     if c.members:  # without their paths, which may change
@@ -672,7 +670,7 @@ AUDIT_TASKS = "jaxrl.extras.audit.startup:audit_tasks"
 
 
 def select_sampling_kinds(c: ResolvedConfig) -> list[str]:
-    """Return the sampling kinds that the stages need or, without stages, that chat needs."""
+    """Return the kinds of sampling that the stages need; if there are no stages, those of chat."""
     rollout, evaluation = c.rollout, c.eval
     kinds = []
     if "train" in c.stages:
@@ -790,7 +788,9 @@ def _audit_tasks(
 def filter_overlong_prompts(
     tasks: Sequence[Task], rollout: BaseRollout, c: ResolvedConfig, key: str
 ) -> tuple[Sequence[Task], str]:
-    """Drop tasks with overlong prompts unless truncated; return the rest, and a note or "".
+    """Drop tasks whose prompts are too long, unless prompts are truncated.
+
+    Returns the remaining tasks, and a note for the log, or "".
 
     Args:
         tasks: Tasks of one source.
@@ -839,7 +839,7 @@ def _prompt_fits(tasks: Sequence[Task], index: int, task: Task, rollout: BaseRol
 
 
 def find_trigger_ids(tokenizer: Tokenizer, words: Sequence[str]) -> np.ndarray | None:
-    """Return a bool [V] mask of the ids whose text is one of `words`; None if `words` is empty.
+    """Return a mask, bool [V], of the ids whose text is in `words`; None if `words` is empty.
 
     Case and surrounding whitespace are ignored.
 

@@ -194,9 +194,8 @@ def _build_engine(c: ResolvedConfig, show: Callable[[str], None], log: Log) -> T
         return stand_in
     name = c.search.engine
     corpus = c.search[c.corpus_section].corpus if c.corpus_section else ""
-    total = functools.cache(
-        lambda: len(find_line_offsets(Path(corpus)))
-    )  # only if an index is built
+    # Count the documents only if an index is built.
+    total = functools.cache(lambda: len(find_line_offsets(Path(corpus))))
     sections = {
         key: section.to_dict()
         for key, section in c.search.items()
@@ -244,8 +243,7 @@ def build_random_searches(
 def check_documents(c: ResolvedConfig, show: Callable[[str], None]) -> None:
     """Check the documents of a corpus that is not indexed yet, if the run has an SFT stage.
 
-    Without this check, errors would appear only after the demonstrations are encoded, minutes
-    later.
+    Otherwise, errors would appear minutes later, after the demonstrations are encoded.
 
     Raises:
         FileNotFoundError, ValueError: The corpus is missing or empty, or a document is malformed.

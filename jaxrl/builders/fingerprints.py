@@ -39,8 +39,8 @@ def compute_fingerprints(config: ResolvedConfig) -> dict[str, str]:
     file's path does not affect its hash. Missing files are skipped.
 
     Data, the corpus and small model files are hashed completely. Weights may take hundreds of
-    gigabytes, so their hash covers the size, the header with all names and shapes, and
-    `NUM_WEIGHT_SAMPLES` evenly spaced blocks, nearly all of which change in training.
+    gigabytes, so their hash covers only the size, the header with all names and shapes, and
+    `NUM_WEIGHT_SAMPLES` evenly spaced blocks. Training changes nearly all of these blocks.
     """
     digests = _hash_model_files("model.path", Path(config.model.path))
     flat = flatten(config)
@@ -154,14 +154,14 @@ def check_processes_agree(
         index = f"search.{engine}.index"
         for key in [key for key in values if split_environment_key(key)[1] == index]:
             del settings[f"config.{key}"]
-    found_differences = find_differences(
+    differences = find_differences(
         gather([settings, {f"config.{k}": v for k, v in contents.items()}])
     )
-    if found_differences:
-        rest = len(found_differences) - MAX_DIFFERENCES
+    if differences:
+        rest = len(differences) - MAX_DIFFERENCES
         more = f"; and {rest} more" if rest > 0 else ""
         raise ValueError(
-            f"the processes of the job differ: {'; '.join(found_differences[:MAX_DIFFERENCES])}"
+            f"the processes of the job differ: {'; '.join(differences[:MAX_DIFFERENCES])}"
             f"{more}. Start all of them with the same command and the same files."
         )
 
@@ -173,7 +173,7 @@ def find_differences(all_processes: Sequence[Sequence[Mapping[str, str]]]) -> li
         all_processes: Settings and fingerprints of each process. A setting that names files is
             compared by content only, because hosts may store files in different folders.
     """
-    found_differences = []
+    differences = []
     paths = {name.partition("/")[0] for _, contents in all_processes for name in contents}
     for is_content in (False, True):
         values = [process[is_content] for process in all_processes]
@@ -185,11 +185,11 @@ def find_differences(all_processes: Sequence[Sequence[Mapping[str, str]]]) -> li
             if other is None or (not is_content and name in paths):
                 continue
             if is_content:
-                found_differences.append(f"the content of {name} differs in process {other}")
+                differences.append(f"the content of {name} differs in process {other}")
             else:
                 descriptions = (f"{process_values[i]!s:.80} in process {i}" for i in (0, other))
-                found_differences.append(f"{name} is {' and '.join(descriptions)}")
-    return found_differences
+                differences.append(f"{name} is {' and '.join(descriptions)}")
+    return differences
 
 
 def _hash_data(path: Path) -> str:

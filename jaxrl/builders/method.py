@@ -145,6 +145,9 @@ def build_policy_architecture(c: ResolvedConfig, model: Architecture) -> Archite
 
 
 def find_frozen_entries(c: ResolvedConfig, model: Architecture) -> tuple[str, ...]:
-    """Return the frozen parameter entries. An adapter freezes its base weights separately."""
+    """Return the parameter entries that `model.freeze_tower` freezes.
+
+    An adapter freezes all base weights by itself.
+    """
     is_frozen = c.model.freeze_tower and not get_adapter_key(c)
     return (model.tower.entry,) if model.tower and is_frozen else ()

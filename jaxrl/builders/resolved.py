@@ -78,8 +78,8 @@ class ResolvedConfig:
         trackers: Class of each tracker, by configured name.
         hub_names: Hub names with commits, by key; `config` contains their local paths.
         weight: Share of the tasks drawn, relative to the other environments of the run.
-        members: Complete configuration of each environment by name, if there are several. The
-            other fields that belong to an environment then have no meaning.
+        members: Complete configuration of each environment by name, if there are several. In that
+            case, do not read the fields above that belong to an environment.
     """
 
     config: ConfigDict
@@ -265,7 +265,7 @@ def get_adapter_key(config: Any) -> str:
 
 
 def find_fixed_keys(c: Any, run_config: Mapping[str, Any]) -> list[str]:
-    """Return the keys that must keep their values for a run to resume from its checkpoints.
+    """Return the keys whose values must not change when a run resumes from its checkpoints.
 
     Args:
         c: New configuration.

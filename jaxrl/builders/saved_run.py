@@ -154,7 +154,7 @@ def read_config(run: Path) -> ConfigDict:
 
 
 def select_environment(config: ConfigDict, name: str) -> ConfigDict:
-    """Return the configuration of one environment of a run; `name` is "" if the run has only one.
+    """Return the configuration of an environment; its name is "" if the run has only one.
 
     Raises:
         ValueError: There is no such environment.
@@ -183,8 +183,8 @@ def resolve_for_inference(config: ConfigDict, *, has_overrides: bool) -> Resolve
     """
     if has_overrides:
         check_values(config)
-    config.stages = ()  # so that no data is read
-    config.environments = {}  # inference uses one, or none
+    config.stages = ()  # no data is read
+    config.environments = {}  # `config` is already that of one environment
     judges, prices = config.reward.judges, config.ledger.prices
     config.ledger.prices = {name: prices[name] for name in prices if name not in judges}
     config.ledger.max_cost = 0.0  # the budget applies to the run only

@@ -45,12 +45,12 @@ class Key:
     default: Any  # None: a switch whose default depends on the platform
     meaning: str  # Markdown, with the unit
     _: KW_ONLY
-    restart: str = ""  # effect of a change on restart; "": that of the section in `schema.RESTART`
-    above: float | None = None  # bounds of a number, like the next three
+    restart: str = ""  # effect of a change in a resumed run; "" for the default of the section
+    above: float | None = None  # this field and the next three are bounds of a number
     at_least: float | None = None
     at_most: float | None = None
     below: float | None = None
-    one_of: tuple[Any, ...] = ()  # allowed values, unless they are names in a registry
+    one_of: tuple[Any, ...] = ()  # allowed values; () for any, and for names in a registry
     some_of: tuple[str, ...] = ()  # allowed entries of a tuple
     is_valid: Callable[[Any], bool] | None = None  # additional check
     expected: str = ""  # expected value, for error messages; "": derived from the fields above
@@ -58,10 +58,10 @@ class Key:
     is_nested: bool = False  # True if items of such a mapping may be lists and mappings
     group: str = ""  # entry-point group whose names are valid values
     names_code: bool = False  # True if the value may be the dotted path of a user's function
-    required: str = ""  # expected value, if it must be set when the run reads its section
-    holds: str = ""  # `MODEL`, `CORPUS` or `FILE`: a path whose content is compared on resume
-    file: str = ""  # file in the folder that the key names; also compared on resume
-    written_to: str = ""  # export folder in the workdir, which must not be the value
+    required: str = ""  # expected value; "" if the key may be empty in a run that reads its section
+    holds: str = ""  # `MODEL`, `CORPUS` or `FILE` for a path, whose content is compared on resume
+    file: str = ""  # file in the folder that the key names, whose content is compared too
+    written_to: str = ""  # export folder in the workdir; the value must be another folder
     # Returns True if checkpoints depend on the value, so that a resumed run must not change it.
     is_fixed: Callable[[ConfigDict], Any] | None = None
 

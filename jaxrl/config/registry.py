@@ -86,7 +86,8 @@ def instantiate(
         key: Config key of the settings, for messages.
         kind: Class or function.
         settings: Keyword arguments from the config. All of them are passed.
-        injected: Objects that the run provides. Passed only to a parameter of the same name.
+        injected: Objects that the run provides. Only those that `kind` has a parameter for are
+            passed.
 
     Raises:
         ValueError: `kind` does not accept a setting, a required argument is missing, or user code
@@ -107,8 +108,9 @@ def instantiate(
 def select_settings(section: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings for the function or class that `section.name` selects.
 
-    For a built-in name, these are in the subsection of that name or of its family: `pass_at_k`
-    contains the settings of `pass_at_k_bootstrap`. For a dotted path, use `section.settings`.
+    The settings of a built-in name are in the subsection of that name or of its family:
+    `pass_at_k` contains those of `pass_at_k_bootstrap`. The settings of a dotted path are in
+    `section.settings`.
     """
     if is_dotted_path(section["name"]):
         return dict(section["settings"])

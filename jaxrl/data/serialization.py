@@ -59,7 +59,7 @@ def serialize_trajectory(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def deserialize_trajectory(saved: Mapping[str, Any]) -> Trajectory:
-    """Restore a trajectory from the output of `serialize_trajectory`, except the omitted fields.
+    """Restore a trajectory from the output of `serialize_trajectory`. Omitted fields are empty.
 
     Raises:
         UnreadableImageError: An image file is missing or has changed.

@@ -101,8 +101,8 @@ class Stream(Generic[Item]):
 def count_taken(shares: Sequence[int], position: int) -> list[int]:
     """Count how many of a mixture's first `position` items come from each source.
 
-    The first source gets its share, rounded up, and the others divide the rest in the same way. The
-    first two counts are within 1 of their exact shares, and the n-th within n - 1.
+    The first source gets its share, rounded up. The other sources divide the rest in the same way.
+    The first two counts are within 1 of their exact shares; the n-th count is within n - 1.
 
     Args:
         shares: Positive integer weight of each source.
@@ -125,7 +125,7 @@ def locate_item(shares: Sequence[int], position: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class FixedTasks(Generic[Item]):
-    """Fixed list of tasks with the interface of `Stream`; `first` is its first stream index."""
+    """Fixed list of tasks with the interface of `Stream`, starting at the stream index `first`."""
 
     tasks: Sequence[Item]
     first: int

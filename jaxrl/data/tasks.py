@@ -481,8 +481,8 @@ def _hash_text(text: str) -> int:
 def list_task_files(sources: Sequence[TaskSource]) -> dict[str, tuple[list[Path], str]]:
     """Return the files of each source, keyed by names such as `tasks.train.sources/0`.
 
-    For an entry of `sources`, also return its other fields as JSON, because only its path may
-    change on resume without `--accept_changes`; for other files, return "".
+    The second value is "" unless the source is an entry of `sources`. It then contains the entry's
+    other fields as JSON: only the path may change on resume without `--accept_changes`.
     """
     by_key = {}
     for source in sources:

@@ -146,8 +146,8 @@ class StepResult:
     """The environment's reply to one model message.
 
     The episode ends if `outcome` is set. Otherwise, the model continues after the `observation`, if
-    any. With an `error` but no outcome, the observation is a fallback, and the episode
-    later ends with an environment error.
+    there is one. If there is an `error` without an outcome, the observation is a fallback, and the
+    episode later ends with an environment error.
     """
 
     observation: Observation | ToolResults | None = None
@@ -206,11 +206,11 @@ class Episode:
 class Reward:
     """The environment's score for one episode.
 
-    `parts` are unweighted. `RewardCombiner` fills in `total`, their weighted sum, which training
-    uses. It splits `total` into `turn_totals`, one per turn, and `rest`, for the episode.
+    `parts` are unweighted. `RewardCombiner` sets `total`, the weighted sum that training uses, and
+    splits it into `turn_totals`, one per turn, and `rest`, for the episode.
 
-    Per-turn parts are in `turn_parts` only, with one value per turn. Advantages, filters and
-    shaping use the `is_*` flags.
+    Parts with a value for each turn are in `turn_parts` only. Advantages, filters and shaping use
+    the `is_*` flags.
     """
 
     parts: Mapping[str, float]

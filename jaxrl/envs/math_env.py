@@ -10,7 +10,7 @@ from jaxrl.envs.rewards.rules import is_refusal
 
 
 class MathEnv(Env):
-    """Single-turn questions, answered in the last `Answer:` line.
+    """Questions that the model answers in one turn, in the last `Answer:` line.
 
     There are no tools and no stop strings. A response without an `Answer:` line is malformed.
     """

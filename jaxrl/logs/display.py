@@ -19,7 +19,7 @@ from jaxrl.utils.text import escape_control_chars
 
 
 class _StageProgress(Progress):
-    """Progress bar of a stage, with the last step's metrics in columns below it."""
+    """Progress bar of a stage, with the metrics of the last step in columns below the bar."""
 
     numbers: tuple[str, ...] = ()
 

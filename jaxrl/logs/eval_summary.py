@@ -156,9 +156,9 @@ def summarize(
 
 
 def get_subset_sizes(num_samples: int, ks: Sequence[int]) -> tuple[int, ...]:
-    """Return `ks`, or if empty, `num_samples` and all powers of two below it, as in verl.
+    """Return `ks`; if it is empty, all powers of two below `num_samples`, and `num_samples`.
 
-    Returns () for a single sample.
+    The default is that of verl. Returns () for a single sample.
     """
     if num_samples == 1:
         return ()
@@ -197,10 +197,10 @@ def _get_parts(trajectory: Trajectory) -> Mapping[str, float]:
 
 
 def _group_rows(questions: Sequence[Group]) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
-    """Group the rows of questions by data source.
+    """Group the rows of questions by data source, or by environment if there are several.
 
-    In a run with several environments, group them by environment. The second result then groups the
-    rows of each environment that has several data sources, by names such as `search/nq`.
+    The second result groups the rows of an environment with several data sources by names such as
+    `search/nq`.
     """
     tasks = [question.trajectories[0].task for question in questions]
     by_source: dict[str, list[int]] = {}

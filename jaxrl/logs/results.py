@@ -41,7 +41,7 @@ def compute_weighted_reward(
 
 
 def is_exact_match_only(weights: Mapping[str, float]) -> bool:
-    """Return True if the reward equals exact match, so that one number shows both."""
+    """Return True if the reward equals exact match, so that the two are shown as one number."""
     return {part: weight for part, weight in weights.items() if weight} == {"exact_match": 1.0}
 
 

@@ -50,7 +50,7 @@ class StepTimer:
 
     @contextmanager
     def time_sampling(self) -> Iterator[None]:
-        """Add the block's duration to the sampling time of this step or the next one."""
+        """Add the block's duration to the sampling time."""
         start = time.perf_counter()
         yield
         self.sampling_s += time.perf_counter() - start

@@ -41,9 +41,9 @@ def open_metrics_log(
 
 
 class FailSafeTracker:
-    """Tracker that is left out after its first failure, with a warning, so that the run continues.
+    """Tracker that is disabled, with a warning, after its first failure, so that the run continues.
 
-    This includes a failure to start, such as a server that does not respond.
+    A tracker that fails to start, because a server does not respond, is disabled too.
     """
 
     def __init__(self, name: str, make: Callable[[], Tracker], log: Callable[[str], None]):

@@ -23,7 +23,7 @@ MIN_COMPILE_S = 0.1
 """Minimum compilation time in seconds. Programs that compile faster are not cached."""
 
 _folder_set_here: str | None = None
-"""Folder set by an earlier call. Any other folder in JAX's settings is the user's choice."""
+"""Folder that an earlier call set in JAX. The user set any other folder in JAX's settings."""
 
 
 def use_compilation_cache(setting: str, log: Callable[[str], None]) -> None:

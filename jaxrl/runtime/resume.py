@@ -154,9 +154,9 @@ def normalize_json(config: Mapping[str, Any]) -> dict[str, Any]:
 def check_fixed_keys(
     workdir: Path, record: RunRecord, config: Mapping[str, Any], fixed: Sequence[str]
 ) -> None:
-    """Check that no `fixed` key has changed, which would make the checkpoints unusable.
+    """Check that no key in `fixed` has changed: the checkpoints depend on their values.
 
-    A key whose extra is missing counts as 0.
+    A key of a missing extra has the value 0.
 
     Raises:
         ValueError: A key has changed. The message names it.

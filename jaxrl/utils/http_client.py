@@ -60,8 +60,8 @@ class ClientLimits:
 class JsonClient:
     """Thread-safe client with pooled connections.
 
-    It does not retry; a `ToolError` states whether and when a retry may succeed. Responses and
-    errors are redacted.
+    Requests are not retried; a `ToolError` states whether and when a retry may succeed. Responses
+    and errors are redacted.
     """
 
     def __init__(self, bounds: ClientLimits, *, headers: Mapping[str, str] | None = None) -> None:

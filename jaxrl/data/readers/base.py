@@ -237,7 +237,7 @@ def shorten_error(error: Exception) -> str:
 
 
 def to_json_value(value: Any) -> Any:
-    """Convert a Python, NumPy or Arrow value to a JSON value, but keep bytes that are not UTF-8.
+    """Convert a Python, NumPy or Arrow value to a JSON value. Bytes that are not UTF-8 stay bytes.
 
     Raises:
         TypeError: The type cannot be represented in JSON.

@@ -112,7 +112,7 @@ def to_number(name: str, value: Any) -> float:
 
 
 class EventLoop:
-    """Event loop for a run's async reward functions, whose clients are bound to it."""
+    """Event loop for a run's async reward functions. Their HTTP clients are bound to this loop."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -331,7 +331,7 @@ class RewardCombiner:
 
 @dataclass(frozen=True)
 class EnvironmentRewards:
-    """Reward function of a run with several environments; `combiners` has one combiner for each."""
+    """Reward function of a run with several environments. Each has a combiner."""
 
     combiners: Mapping[str, RewardCombiner]
 

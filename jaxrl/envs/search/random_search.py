@@ -10,7 +10,7 @@ from jaxrl.envs.search.base import DocumentSearch, Hit
 
 
 class RandomSearch(DocumentSearch):
-    """Search engine that returns uniformly random documents, determined by query and seed."""
+    """Search engine that returns random documents. The query and a seed determine them."""
 
     def __init__(self, engine: DocumentSearch, *, seed: int) -> None:
         """Copy the settings of an engine whose `documents` are available."""
