@@ -25,7 +25,6 @@ from jaxrl.builders.environment import (
     build_rewards,
     build_searches,
     build_tools,
-    check_documents,
     check_prices,
 )
 from jaxrl.builders.method import (
@@ -148,9 +147,6 @@ def build(
     )
     # Data: tasks and demonstrations.
     tasks, eval_tasks = open_all_tasks(c, show)
-    for name, environment in c.environments.items():
-        with name_environment(name):
-            check_documents(environment, show)
     contexts = build_from_section(ContextRule, c.rollout.context) if c.has_contexts else None
     limits = build_from_section(
         TokenLimits, c.rollout, max_image_tokens=c.image_tokens, context=contexts

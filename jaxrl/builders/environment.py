@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import functools
 import json
 import pkgutil
@@ -23,13 +22,7 @@ from jaxrl.envs.base import Env, Prompt
 from jaxrl.envs.prompt_file import PromptFile
 from jaxrl.envs.rewards.combiner import RewardCombiner
 from jaxrl.envs.search.base import DocumentSearch, EmptySearch
-from jaxrl.envs.search.corpus import (
-    check_corpus,
-    find_line_offsets,
-    get_index_folder,
-    is_indexed,
-    read_corpus,
-)
+from jaxrl.envs.search.corpus import find_line_offsets
 from jaxrl.envs.search.resilient import ResilientSearch, RetryConfig, health_check
 from jaxrl.envs.tools.base import Tool
 from jaxrl.envs.tools.budget import SEARCH, Budget
@@ -238,22 +231,3 @@ def build_random_searches(
             "engine (jaxrl.envs.search.base.DocumentSearch)."
         )
     return engines
-
-
-def check_documents(c: ResolvedConfig, show: Callable[[str], None]) -> None:
-    """Check the documents of a corpus that is not indexed yet, if the run has an SFT stage.
-
-    Otherwise, errors would appear minutes later, after the demonstrations are encoded.
-
-    Raises:
-        FileNotFoundError, ValueError: The corpus is missing or empty, or a document is malformed.
-    """
-    section = c.corpus_section
-    if not section or "sft" not in c.stages:
-        return
-    settings = c.search[section]
-    corpus, index = Path(settings.corpus), get_index_folder(settings.corpus, settings.index)
-    check_corpus(corpus, index, section=f"search.{section}")
-    if not is_indexed(corpus, index):
-        show(f"checking {corpus}")
-        collections.deque(read_corpus(corpus), maxlen=0)

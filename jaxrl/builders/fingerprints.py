@@ -173,22 +173,19 @@ def find_differences(all_processes: Sequence[Sequence[Mapping[str, str]]]) -> li
         all_processes: Settings and fingerprints of each process. A setting that names files is
             compared by content only, because hosts may store files in different folders.
     """
-    differences = []
     paths = {name.partition("/")[0] for _, contents in all_processes for name in contents}
-    for is_content in (False, True):
-        values = [process[is_content] for process in all_processes]
-        for name in dict.fromkeys(name for process in values for name in process):
-            process_values = [process.get(name) for process in values]
-            other = next(
-                (i for i, value in enumerate(process_values) if value != process_values[0]), None
-            )
-            if other is None or (not is_content and name in paths):
-                continue
-            if is_content:
-                differences.append(f"the content of {name} differs in process {other}")
-            else:
-                descriptions = (f"{process_values[i]!s:.80} in process {i}" for i in (0, other))
-                differences.append(f"{name} is {' and '.join(descriptions)}")
+    compared = [
+        {name: value for name, value in settings.items() if name not in paths}
+        | {f"the content of {name}": digest for name, digest in contents.items()}
+        for settings, contents in all_processes
+    ]
+    differences = []
+    for name in dict.fromkeys(name for process in compared for name in process):
+        values = [process.get(name) for process in compared]
+        other = next((i for i, value in enumerate(values) if value != values[0]), None)
+        if other is not None:
+            texts = [f"{values[i]!s:.80} in process {i}" for i in (0, other)]
+            differences.append(f"{name} is {' and '.join(texts)}")
     return differences
 
 

@@ -28,7 +28,7 @@ from ml_collections import ConfigDict
 from jaxrl.config.environments import expand_environments, split_environment_key
 from jaxrl.config.keys import EVALUATION, FREE, RESULTS
 from jaxrl.config.schema import KEYS, find_missing_extra, read_flat_config, serialize_config
-from jaxrl.utils.files import append_line, atomic_write, open_atomic, quarantine_file
+from jaxrl.utils.files import append_line, atomic_write, open_atomic
 from jaxrl.utils.json_io import parse_json
 
 HISTORY_FILE = "config_history.jsonl"
@@ -335,15 +335,8 @@ def read_history(workdir: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def write_config(workdir: Path, config: ConfigDict) -> None:
-    """Write `config.json`; first rename the existing file if it is unreadable."""
-    path = workdir / "config.json"
-    try:
-        read_flat_config(path)
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError):
-        quarantine_file(path)
-    with open_atomic(path) as file:
+    """Write `config.json`."""
+    with open_atomic(workdir / "config.json") as file:
         file.write(serialize_config(config))
 
 

@@ -1,10 +1,8 @@
 """Components of a run, built from a configuration."""
 
 import json
-import os
 import shutil
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +13,6 @@ from jaxrl.builders.environment import (
     build_random_searches,
     build_search,
     build_searches,
-    check_documents,
 )
 from jaxrl.config import default_config
 from jaxrl.envs.base import Episode, OutageError, Prompt, Task, Turn
@@ -134,38 +131,14 @@ def test_a_prompt_with_an_unknown_field_is_refused_before_the_run(tiny_world, tm
         build(config)
 
 
-def test_tasks_and_documents_are_checked_before_demonstrations(tiny_world, tmp_path):
-    """Demonstrations are many and take long; here the first one cannot be read."""
+def test_tasks_are_checked_before_the_index_is_built(tiny_world, tmp_path):
     config = debug_tiny.get_config(str(tiny_world))
     (tmp_path / "bad.jsonl").write_text("no demonstration\n")
     config.sft.source = str(tmp_path / "bad.jsonl")
-    whole = shutil.copy(config.search.local.corpus, tmp_path / "whole.jsonl")
-    config.search.local.corpus = str(whole)
-    messages = []
+    config.search.local.index = str(tmp_path / "index")
     with pytest.raises(ValueError, match=r"bad\.jsonl:1 is not valid JSON"):
-        build(config, messages.append)
-    assert f"checking {whole}" in messages
-    assert not any(line.startswith("building the index") for line in messages)
-
-    corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text('{"id": 1, "title": "a", "text": "b"}\n' * 2)
-    config.search.local.corpus = str(corpus)
-    with pytest.raises(
-        ValueError, match=r"corpus\.jsonl:2: the id '1' is already used by an earlier line"
-    ):
         build(config)
-
-
-def test_indexed_documents_are_not_checked_again(tiny_world, tmp_path):
-    config, messages = debug_tiny.get_config(str(tiny_world)), []
-    corpus = Path(shutil.copy(config.search.local.corpus, tmp_path / "corpus.jsonl"))
-    config.search.local.corpus = str(corpus)
-    os.utime(corpus, (1e9, 1e9))  # settled
-    check_documents(resolved(config), messages.append)
-    assert messages == [f"checking {corpus}"]
-    open_search(config)
-    check_documents(resolved(config), messages.append)
-    assert len(messages) == 1
+    assert not (tmp_path / "index").exists()
 
 
 def test_configured_reward_amounts_are_paid():

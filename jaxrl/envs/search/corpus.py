@@ -239,13 +239,6 @@ def compute_corpus_digest(corpus: Path, index_dir: Path) -> str:
     return digest
 
 
-def is_indexed(corpus: Path, index_dir: Path) -> bool:
-    """Return True if an index of the current corpus exists."""
-    manifests = [path for path in index_dir.glob("*/*.json") if path.parent.name != "building"]
-    digest = compute_corpus_digest(corpus, index_dir) if manifests else ""
-    return any(digest in path.read_text("utf-8", "replace") for path in manifests)
-
-
 def hash_file(file: Path) -> str:
     """Return the SHA-256 of a file."""
     with open(file, "rb") as stream:
