@@ -153,11 +153,11 @@ def test_a_job_that_lost_a_process_resumes_with_the_same_results(
     workdir = tmp_path / "run"
     trajectories = workdir / "trajectories"
     # First one of the two is asked to stop: both save and exit.
-    job = Processes(tiny_world, workdir, environment)
+    job = Processes(tiny_world, workdir, environment, **SEED)
     wait_for(lambda: len(list(trajectories.glob("*.jsonl"))) >= 1, job.all[0])
     job.all[lost].terminate()
     assert job.wait(60)[0] == [preemption.EXIT_INTERRUPTED] * 2
-    job = Processes(tiny_world, workdir, environment)
+    job = Processes(tiny_world, workdir, environment, **SEED)
     wait_for(lambda: len(list(trajectories.glob("*.jsonl"))) >= 3, job.all[0])
     job.all[lost].send_signal(getattr(signal, sent))
     started = time.monotonic()
@@ -167,7 +167,7 @@ def test_a_job_that_lost_a_process_resumes_with_the_same_results(
     assert codes[1 - lost] == EXIT_LOST
     assert all(f"error: process {lost} of 2 (" in error for error in errors)
     shutil.rmtree(workdir / "export")  # of the sft stage
-    codes, errors = Processes(tiny_world, workdir, environment).wait()
+    codes, errors = Processes(tiny_world, workdir, environment, **SEED).wait()
     assert codes == [0, 0], errors
     got, wanted = (
         [lasting_anywhere(record) for record in records(run)] for run in (workdir, undisturbed)
