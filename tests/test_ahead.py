@@ -1,5 +1,6 @@
 """Rollouts one step ahead of updates, and groups that are left to the next step."""
 
+import dataclasses
 import json
 from collections import Counter
 
@@ -10,6 +11,7 @@ from jaxrl import run
 from jaxrl.data import serialization
 from jaxrl.data.stream import Stream
 from jaxrl.logs.display import Display
+from jaxrl.runtime.checkpoint import list_steps
 from jaxrl.runtime.preemption import Interrupted
 from jaxrl.sampling.interfaces import SamplingConfig, Seeds
 from jaxrl.training.collect import draw
@@ -136,9 +138,49 @@ def test_groups_are_sampled_by_the_weights_before_the_last_update(
     assert min(gaps[1:]) > 1e-3
 
 
-def test_a_killed_run_resumes_bit_for_bit(base, parts, tiny_world, tmp_path):
-    workdir = killed(base, tmp_path / "run", after=NUM_SFT + 2)
+@pytest.mark.parametrize(
+    "step",
+    [
+        pytest.param(1, marks=pytest.mark.slow(instead="::[2]")),
+        2,
+        pytest.param(3, marks=pytest.mark.slow(instead="::[2]")),
+    ],
+)
+def test_a_killed_run_resumes_bit_for_bit(base, parts, tiny_world, tmp_path, step):
+    workdir = killed(base, tmp_path / "run", after=NUM_SFT + step)
     play(settings(tiny_world), workdir, parts)
+    assert_same_run(workdir, base)
+
+
+@pytest.mark.slow(
+    instead="test_controllers_in_runs.py"
+    "::test_a_run_that_is_stopped_while_it_samples_resumes_with_its_states"
+)
+def test_a_stopped_run_resumes_bit_for_bit(base, parts, tiny_world, tmp_path):
+    config = settings(tiny_world, **{"checkpoint.every_steps": 100})
+    workdir = killed(base, tmp_path / "run", after=NUM_SFT)
+    is_ahead = False
+
+    def rollout(draws, sampling, **options):
+        nonlocal is_ahead
+        is_ahead = sampling.seeds.step == NUM_SFT + 2
+        return parts.rollout(draws, sampling, **options)
+
+    # Stopped while it samples ahead: the evaluation of step 2 is dropped, and the step is saved
+    # with what is sampled ahead.
+    sampling_ahead = dataclasses.replace(parts, rollout=rollout)
+    assert not play(config, workdir, sampling_ahead, lambda: is_ahead)[1]
+    newest = list_steps(workdir / "checkpoints")[-1]
+    assert newest == NUM_SFT + 2
+    assert position(workdir, newest)["record"]
+    assert position(workdir, newest)["prefetched"]
+    # Then right after that evaluation: nothing is sampled before the run ends.
+    count = NUM_SFT + 1 + 2
+    file = workdir / "metrics.jsonl"
+    assert not play(config, workdir, parts, lambda: file.read_bytes().count(b"\n") == count)[1]
+    assert len(records(workdir)) == count
+    assert not position(workdir, newest)["record"]
+    assert play(config, workdir, parts)[1]
     assert_same_run(workdir, base)
 
 

@@ -104,9 +104,46 @@ def play(config, workdir, should_stop=lambda: False):
     return True
 
 
+def after_records(workdir, count):
+    """Return a condition: so many records are written, and the next step or evaluation runs."""
+    return lambda: num_lines(workdir) == count
+
+
+def evaluating(workdir, step):
+    """Return a condition: a step is done, and its evaluation runs."""
+    return (workdir / "trajectories" / f"step_{step:06d}.jsonl").exists
+
+
 def num_lines(workdir):
     file = workdir / "metrics.jsonl"
     return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+@pytest.mark.slow(instead="test_api.py::test_an_interrupt_saves_and_the_same_call_goes_on")
+def test_a_run_that_is_stopped_repeatedly_equals_one_that_is_not(
+    base, tiny_world, tmp_path, capsys
+):
+    config, workdir = settings(tiny_world), tmp_path / "run"
+    stops = [
+        (after_records(workdir, 9), 9, "sft 9"),  # in the supervised stage
+        # In the evaluation before the first step.
+        (after_records(workdir, NUM_SFT), NUM_SFT, "train 0"),
+        (after_records(workdir, NUM_SFT + 2), NUM_SFT + 1, "train 1"),  # in a rollout; not due
+        (evaluating(workdir, NUM_SFT + 2), NUM_SFT + 2, "train 2"),  # in an evaluation
+        # In a rollout right after a checkpoint.
+        (after_records(workdir, NUM_SFT + 5), NUM_SFT + 4, "train 4"),
+        (after_records(workdir, LAST + 1), LAST, f"train {NUM_TRAIN}"),  # in the evaluate stage
+    ]
+    for should_stop, step, label in stops:
+        assert not play(config, workdir, should_stop)
+        assert f"stopped: saved after {label};" in capsys.readouterr().out
+        assert list_steps(workdir / "checkpoints")[-1] == step
+        pending = position(workdir, step)["record"]
+        assert (pending is not None) == (step == NUM_SFT + 2)
+    assert play(config, workdir)
+    out = capsys.readouterr().out
+    assert f"resuming after train {NUM_TRAIN}" in out
+    assert_same_run(workdir, base)
 
 
 def launch(tiny_world, workdir, environment, output, **changes):
@@ -134,6 +171,28 @@ def wait_for(condition, process, *, seconds=300):
         assert time.monotonic() < deadline
         time.sleep(0.002)
     return True
+
+
+@pytest.mark.slow(instead="test_launch.py::test_a_run_that_ends_early_says_how")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_the_run_resumes(base, tiny_world, tmp_path, quick_compilation, number):
+    workdir = killed(base, tmp_path / "run", after=NUM_SFT + 2)
+    assert num_lines(workdir) > NUM_SFT + 4
+    file = tmp_path / "log"
+    with file.open("w") as output:
+        process = launch(tiny_world, workdir, os.environ | quick_compilation, output)
+        # Resumed (the log is cut back), then one step later, whose checkpoint is not due.
+        assert wait_for(lambda: num_lines(workdir) == NUM_SFT + 3, process)
+        assert wait_for(lambda: num_lines(workdir) == NUM_SFT + 4, process)
+        process.send_signal(number)
+        assert process.wait(timeout=120) == EXIT_INTERRUPTED == 75
+    log = file.read_text()
+    assert f"{number.name}: stopping; send it again to exit immediately" in log
+    assert "Traceback" not in log
+    newest = list_steps(workdir / "checkpoints")[-1]
+    assert newest >= NUM_SFT + 3
+    assert play(settings(tiny_world), workdir)
+    assert_same_run(workdir, base)
 
 
 def phase(workdir):

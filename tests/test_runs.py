@@ -159,11 +159,21 @@ def test_the_export_is_the_last_checkpoint(base, tiny_world):
     assert copy.read_bytes() == source.read_bytes()
 
 
-def test_a_restart_changes_nothing(base, parts, tiny_world, tmp_path, capsys, monkeypatch):
-    workdir = killed(base, tmp_path / "restarted", after=43)
+@pytest.mark.parametrize(
+    ("after", "stage"),
+    [
+        pytest.param(39, "sft", marks=pytest.mark.slow(instead="::[43]")),
+        pytest.param(40, "sft", marks=pytest.mark.slow(instead="::[43]")),
+        (43, "train"),
+    ],
+)
+def test_a_restart_changes_nothing(
+    base, parts, tiny_world, tmp_path, capsys, monkeypatch, after, stage
+):
+    workdir = killed(base, tmp_path / "restarted", after=after)
     config = run_settings(tiny_world, **BASE)
     play(config, workdir, parts)
-    assert "resuming after train " in capsys.readouterr().out
+    assert f"resuming after {stage} " in capsys.readouterr().out
     assert lasting(workdir) == lasting(base)
     assert_same_weights(workdir / "export", base / "export")
     last = "evaluate_44.json"

@@ -17,6 +17,7 @@ from tests.helpers import ROOT, blocks, build, settings_of
 from tests.runs import (
     assert_same_weights,
     base_config,
+    evaluation,
     lasting,
     records,
     trajectories,
@@ -192,6 +193,64 @@ def test_episodes_without_results_are_environment_errors_and_no_zero_rewards(fau
         assert line["advantage"] == pytest.approx(line["reward"] - np.mean(of_group), abs=1e-6)
     assert {search["source"] for search in searches} == {"fallback"}
     assert max(search["waited_s"] for search in searches) < 0.3 + LONGEST_S
+
+
+class MortalServer(FaultServer):
+    """Server that resets all connections once it has answered `left` requests."""
+
+    left = 10**9
+
+    def handle(self, request):
+        self.left -= 1
+        self.is_dead = self.left < 0
+        super().handle(request)
+
+
+@pytest.mark.slow(
+    instead="test_search_in_runs.py::test_an_outage_stops_the_run_which_then_resumes_bit_for_bit"
+)
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_an_outage_at_any_time_is_no_score_and_the_run_resumes(
+    tiny_world, warm_model, tmp_path, ahead
+):
+    """In a rollout, in one that runs ahead, in evaluations before, between and after steps."""
+    changes = {
+        "stages": ("train", "evaluate"), "eval.every_steps": 1, "eval.suites": ("greedy",),
+        "eval.final_suites": ("sampled",), "search.outage_deadline_s": 0.3, "search.cache_mib": 0.0,
+        "rollout.async_level": ahead, "loss.correction.level": "token",
+    }  # fmt: skip
+    with MortalServer() as server:
+        config = faulty(tiny_world, warm_model, server, **changes)
+        play(config, tmp_path / "base")
+        wanted, lines, _ = outputs(tmp_path / "base")
+        files = sorted(path.name for path in (tmp_path / "base" / "eval").glob("*.json"))
+        scores = {name: evaluation(tmp_path / "base", name) for name in files}
+        num_requests, lengths = sum(server.did.values()), set()
+        for share in (0.03, 0.2, 0.4, 0.6, 0.75, 0.95):
+            workdir = tmp_path / str(share)
+            server.left = int(share * num_requests)
+            with pytest.raises(OutageError, match="has not answered for"):
+                play(config, workdir)
+            server.left = 10**9
+            # Where the first query failed already, nothing was begun.
+            before = lasting(workdir) if (workdir / "metrics.jsonl").exists() else []
+            lengths.add(len(before))
+            assert before == wanted[: len(before)]
+            for path in (workdir / "eval").glob("*.json"):
+                assert evaluation(workdir, path.name) == scores[path.name]
+            play(config, workdir)
+            after, again, _ = outputs(workdir)
+            assert [r["step"] for r in after] == [r["step"] for r in wanted]
+            assert {line["outcome"] for line in again} == {line["outcome"] for line in lines}
+            assert all(line["reward"] is not None for line in again)
+            # What could not be sampled ahead is sampled by the weights after the update.
+            if [r.get("rollout/lag") for r in after] == [r.get("rollout/lag") for r in wanted]:
+                assert (after, again) == (wanted, lines)
+                assert {name: evaluation(workdir, name) for name in files} == scores
+                assert_same_weights(workdir / "export", tmp_path / "base" / "export")
+            else:
+                assert ahead
+        assert len(lengths) > 2
 
 
 def test_the_documented_configurations_are_valid(monkeypatch):

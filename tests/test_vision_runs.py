@@ -3,11 +3,16 @@
 import base64
 import io
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import PIL.Image
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -20,7 +25,7 @@ from jaxrl.extras.vision.vision import QwenVision
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf, save_hf
 from jaxrl.run import run
-from tests.helpers import build, settings_of, tiny_params
+from tests.helpers import ROOT, build, settings_of, tiny_params, with_devices
 from tests.images import PAD, SPECIAL, TEMPLATE, drawn, encoded, looking_tokenizer, save_processor
 from tests.runs import assert_same_weights, evaluation, killed, lasting
 from tests.servers import served
@@ -149,6 +154,45 @@ def find_changes(before, after):
 
 def training_steps(workdir):
     return [record for record in lasting(workdir) if "actor/grad_norm" in record]
+
+
+@pytest.mark.slow(instead="runtime/test_sharding.py::test_four_devices_compute_what_one_does")
+def test_rows_split_between_devices_train_as_on_one(world, tmp_path, quick_compilation):
+    train_in(tmp_path / "whole", settings(world, num_steps=1))
+    program = "import sys; from tests import test_vision_runs as t; t.run_split(*sys.argv[1:])"
+    result = subprocess.run(
+        [sys.executable, "-c", program, world, tmp_path / "split"],
+        cwd=ROOT,
+        env=os.environ | quick_compilation | with_devices(2),
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    [wanted] = training_steps(tmp_path / "whole")
+    [got] = training_steps(tmp_path / "split")
+    assert got["actor/grad_norm"] == pytest.approx(wanted["actor/grad_norm"], rel=1e-4)
+    assert got["rollout_corr/logprob_diff_max"] < 1e-4  # between sampler and update
+
+
+def run_split(world, workdir):
+    changes = {"mesh.data": 1, "mesh.context": 2}
+    train_in(Path(workdir), settings(Path(world), num_steps=1, **changes))
+
+
+@pytest.mark.slow(
+    instead="training/test_images.py::test_a_frozen_tower_gets_no_gradient_and_stays_as_it_is"
+)
+def test_a_frozen_tower_does_not_change_and_is_in_no_checkpoint(world, tmp_path):
+    config, workdir = settings(world, **{"model.freeze_tower": True}), tmp_path / "whole"
+    train_in(workdir, config)
+    before, after = load_hf(world / "model"), load_hf(workdir / "export")
+    jax.tree.map(np.testing.assert_array_equal, before["vision"], after["vision"])
+    assert (before["embed"]["embedding"] != after["embed"]["embedding"]).any()
+    for item, kinds in (("params", 1), ("ref_params", 1), ("optimizer", 2)):
+        names = (workdir / "checkpoints" / "1" / item / "_METADATA").read_text()
+        assert names.count("'embed', 'embedding'") == kinds
+        assert "vision" not in names
+    assert_a_kill_changes_nothing(workdir, config, after=1)
 
 
 @pytest.mark.slow(
