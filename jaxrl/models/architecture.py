@@ -2,8 +2,8 @@
 
 An architecture is a frozen dataclass: its fields are the sizes of one model, and its methods
 compute with that model's parameters. The parameters are a nested dict. `blocks` holds the layers,
-stacked along a leading layer axis. Each other entry, such as an embedding, is a dict of arrays. All
-computation is pure, so callers can jit, shard and differentiate it.
+stacked along a leading layer axis. Each other module, such as the embedding, is a dict of arrays.
+All computation is pure, so callers can jit, shard and differentiate it.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Architecture(ABC):
         return None
 
     def param_specs(self, frozen: Sequence[str] = ()) -> tuple[ParamSpec, ParamSpec]:
-        """Return specs of the trained and the frozen parameters; `frozen` lists frozen entries."""
+        """Return specs of the trained and the frozen parameters; `frozen` lists frozen modules."""
         return split_params(self, lambda path: path[0] not in frozen)
 
     @property
@@ -182,7 +182,7 @@ class Architecture(ABC):
 
     @property
     def partial_stacks(self) -> Stacks:
-        """Return the layer indices of each `blocks` entry that only some layers have."""
+        """Return the layer indices of each module in `blocks` that only some layers have."""
         return {}
 
     @property
@@ -222,7 +222,7 @@ class Architecture(ABC):
         """Return a tree with the axis names of each parameter; see `LOGICAL_AXIS_RULES`."""
 
     def decode_axes(self) -> dict[str, Any]:
-        """Return the axis names of `weights_for_decoding`, including platform-specific entries."""
+        """Return the axis names of `weights_for_decoding`, which may depend on the platform."""
         return self.logical_axes()
 
     @abstractmethod
@@ -264,7 +264,7 @@ class Architecture(ABC):
     def weights_for_training(self, params: Params, dtype: DTypeLike) -> Params:
         """Convert parameters to the weights for `hidden_states` and `unembed` in training.
 
-        Entries outside `blocks` may hold additional arrays, which are sharded like the entry's
+        Modules outside `blocks` may hold additional arrays, which are sharded like the module's
         first parameter.
         """
 

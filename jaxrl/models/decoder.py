@@ -450,12 +450,12 @@ class Decoder(Architecture):
         return self.head_dim
 
     def declare_mixers(self, rngs: nnx.Rngs) -> dict[str, nnx.Module]:
-        """Declare the modules of a layer that mix tokens, by parameter name."""
+        """Return the modules of a layer that mix tokens, keyed by parameter name."""
         return {"attention": Attention(self, rngs=rngs)}
 
     @abstractmethod
     def declare_feed_forward(self, rngs: nnx.Rngs) -> dict[str, nnx.Module]:
-        """Declare the feed-forward modules of a layer, by parameter name."""
+        """Return the feed-forward modules of a layer, keyed by parameter name."""
 
     @abstractmethod
     def feed_forward(self, layer: Params, x: Float[Array, "M D"]) -> Float[Array, "M D"]:

@@ -127,7 +127,7 @@ class HasWeights(Protocol):
 
     @property
     def partial_stacks(self) -> Stacks:
-        """Return the entries of `blocks` that only some layers have."""
+        """Return the modules of `blocks` that only some layers have."""
         ...
 
     def abstract_params(self) -> Params:
@@ -173,7 +173,7 @@ def load_hf(
             their index.
         mesh: Mesh to shard the parameters over; None loads them to the first device.
         architecture: Architecture name or dotted path; see `read_architecture`.
-        entries: Parameter entries to load; None loads all.
+        entries: Top-level modules of the parameters to load; None loads all.
         dtype: Dtype of the parameters; float32 represents every supported dtype exactly.
         progress: Callback that receives the loaded and the total MiB after each parameter.
         is_lazy: True to return, for each parameter, a function that loads it.

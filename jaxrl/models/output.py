@@ -61,7 +61,7 @@ def _gather_slots(
     inverse: jax.Array,
     is_inverse_valid: jax.Array,
 ) -> jax.Array:
-    """Gather the entries at `index` on each shard; invalid entries become 0.
+    """Gather the values at `index` on each shard; invalid values become 0.
 
     `inverse` is the inverse index, which lets the backward pass gather instead of scatter.
     """

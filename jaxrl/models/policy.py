@@ -80,7 +80,7 @@ class Model:
             remat: Rematerialization mode, a key of `layers.REMAT`.
             scan_layers: True to compile layers of the same kind once, as a loop.
             logits_chunk_tokens: Maximum number of tokens whose logits are in memory at a time.
-            frozen: Parameter entries that are not trained; see `Architecture.param_specs`.
+            frozen: Top-level modules that are not trained; see `Architecture.param_specs`.
         """
         pass_settings = mesh, attention, num_tokens, dtype, remat, scan_layers, logits_chunk_tokens
         # Identifies the compiled passes; see `Architecture.program_key`.
@@ -256,7 +256,7 @@ class Model:
         gradient_shardings = param_shardings(self.mesh, self.architecture) if is_split else gathered
 
         def gather_table(name: str, leaf: str, array: jax.Array) -> jax.Array:
-            # Arrays that `weights_for_training` adds are sharded like the entry's first parameter.
+            # Arrays that `weights_for_training` adds are sharded like the module's first parameter.
             pair = [
                 shardings[name].get(leaf, next(iter(shardings[name].values())))
                 for shardings in (gathered, gradient_shardings)

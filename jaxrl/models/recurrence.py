@@ -18,7 +18,7 @@ State = Mapping[str, jax.Array]
 """State of b sequences in one layer, `[b, heads, ...]` by name."""
 
 StateSpecs = Mapping[str, jax.ShapeDtypeStruct]
-"""Shape `[heads, ...]` and dtype of one sequence's state in one layer, by name."""
+"""Shape `[heads, ...]` and dtype of each array in one sequence's state, for one layer."""
 
 Advance = Callable[
     [State, Any, Int[Array, "b C"], Int[Array, " b"]], tuple[jax.Array, dict[str, jax.Array]]

@@ -56,9 +56,9 @@ def grpo(
 def rloo(rewards: Float[Array, " N"], group_ids: Int[Array, " N"]) -> Float[Array, " N"]:
     """Compute leave-one-out advantages: `reward - mean of the other rewards in the group`.
 
-    https://arxiv.org/abs/2402.14740. The baseline does not depend on the trajectory it is
-    subtracted from, so the expected gradient equals that of the expected reward. Groups of size 1
-    and groups with equal rewards get exact zeros.
+    https://arxiv.org/abs/2402.14740. The baseline does not depend on the trajectory whose reward it
+    reduces, so the expected gradient is the gradient of the expected reward. Groups of size 1 and
+    groups with equal rewards get exact zeros.
 
     Args:
         rewards: One reward per trajectory.

@@ -28,7 +28,7 @@ def compute_turn_returns(
         outcome_rewards: Trajectory-level reward, assigned to no turn, such as answer correctness.
         turn_rewards: Reward of each turn, 0 for missing turns. It must depend only on that turn,
             its observation and earlier turns.
-        discount: d, from 0 to 1. Below 1, the expected gradient is no longer that of the
+        discount: d, from 0 to 1. Below 1, the expected gradient differs from the gradient of the
             undiscounted return.
     """
     turns = np.arange(turn_rewards.shape[1])
@@ -45,9 +45,9 @@ def estimate_by_turn(
 
     The return of a turn is compared with the returns of the group's trajectories from the t-th turn
     onward, including trajectories that have already ended. With `rloo`, the baseline is the mean
-    over the other trajectories, so with undiscounted returns the expected gradient equals that of
-    the expected reward. `grpo` without division by the standard deviation gives the same, scaled by
-    (n - 1) / n. Division by the standard deviation of each turn's returns follows GTPO
+    over the other trajectories, so with undiscounted returns the expected gradient is the gradient
+    of the expected reward. `grpo` without division by the standard deviation gives the same, scaled
+    by (n - 1) / n. Division by the standard deviation of each turn's returns follows GTPO
     (https://arxiv.org/abs/2511.14846). MT-GRPO (https://arxiv.org/abs/2505.11821) instead
     normalizes turn rewards and final rewards separately, and gives a turn no credit for later
     turns.

@@ -618,7 +618,7 @@ class Engine:
         Args:
             resumed: (request id, token ids to append, new token budget) for each request. The ids
                 may be empty.
-            attachments: Attachments of the appended tokens, by request id.
+            attachments: Attachments of the appended tokens, keyed by request id.
 
         Raises:
             ValueError: A budget is below 1, or attachments do not match the tokens; no request is

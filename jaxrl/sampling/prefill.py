@@ -143,7 +143,7 @@ class PrefillBatcher:
         Args:
             pieces: Pieces of each shard; used pieces are popped. Pass () for padding only.
             num_tokens: Number of tokens per shard, including padding.
-            tables: Block tables of all rows, by slot.
+            tables: Block tables of all rows, indexed by slot.
         """
         num_blocks, block_tokens = num_tokens // self.block_tokens, self.block_tokens
         total = self.num_shards * num_blocks

@@ -50,7 +50,7 @@ def validate_step_result(reply: Any) -> StepResult:
     error = reply.error
     if reply.outcome == Outcome.ENVIRONMENT_ERROR:
         error = error or "the environment gave no reason"
-    return _replace_if_changed(
+    return dataclasses.replace(
         reply,
         observation=reply.observation and _sanitize_observation(reply.observation),
         tool_call=reply.tool_call and replace_surrogates(reply.tool_call),
@@ -61,18 +61,10 @@ def validate_step_result(reply: Any) -> StepResult:
     )
 
 
-def _replace_if_changed(instance: Any, **values: Any) -> Any:
-    """Replace fields of a dataclass; return the same object if nothing changed."""
-    for name, value in values.items():
-        if getattr(instance, name) is not value:
-            return dataclasses.replace(instance, **values)
-    return instance
-
-
 def sanitize_record(record: CallRecord) -> CallRecord:
     """Replace text in a record that JSON cannot represent."""
     error = record.error and replace_surrogates(record.error)[:MAX_ERROR_CHARS]
-    return _replace_if_changed(record, call=replace_surrogates(record.call), error=error)
+    return dataclasses.replace(record, call=replace_surrogates(record.call), error=error)
 
 
 def _check_observation(observation: Observation | ToolResults | None) -> None:
@@ -118,7 +110,7 @@ def _sanitize_observation(observation: Observation | ToolResults) -> Observation
     if isinstance(observation, ToolResults):
         bodies = tuple(map(replace_surrogates, observation.bodies))
         return dataclasses.replace(observation, bodies=bodies)
-    return _replace_if_changed(
+    return dataclasses.replace(
         observation,
         prefix=replace_surrogates(observation.prefix),
         body=replace_surrogates(observation.body),

@@ -126,7 +126,7 @@ class Collector:
     ) -> CollectedGroups:
         """Collect a step's groups and metrics, starting from `progress`.
 
-        `method` and `stream` replace those of the run.
+        `method` and `stream` replace the run's method and stream.
         """
         run_state, engine = self.run_state, self.run_state.components.engine
         method, stream = method or run_state.components.method, stream or self.stream

@@ -40,7 +40,7 @@ from jaxrl.types import (
 )
 
 KL_BUDGETS: Mapping[str, float] = {"easy": 0.05, "medium": 0.1, "hard": 0.2}
-"""Budgets of the KL divergence from the reference in ARES, in nats, by difficulty."""
+"""ARES's budgets of the KL divergence from the reference, in nats, for each difficulty."""
 
 
 def grade_difficulty(
@@ -83,11 +83,11 @@ class DifficultyBuckets:
 
 @dataclass(frozen=True)
 class EntropyCoefficients:
-    """Coefficients and target counts for `shaping.entropy_reward`, by difficulty."""
+    """Coefficients and target counts of `shaping.entropy_reward` for each difficulty."""
 
-    # Coefficients in units of reward, by bucket.
+    # Coefficient of each bucket, in units of reward.
     alphas: dict[str, float] = field(default_factory=lambda: dict.fromkeys(BUCKETS, 0.5))
-    # Tokens of high window entropy, by bucket; absent for buckets not seen yet.
+    # Target number of tokens with high window entropy; buckets without samples so far are absent.
     targets: dict[str, int] = field(default_factory=dict)
 
     def update(
@@ -108,7 +108,7 @@ class EntropyCoefficients:
         A bucket without groups does not change. A bucket without a target gets only a target.
 
         Args:
-            mean_counts: Mean number of tokens of high window entropy, by group.
+            mean_counts: Mean number of tokens with high window entropy in each group.
             buckets: Difficulty of each group's task.
             rate: Change of alpha per token of difference.
             max_alpha: Upper bound of alpha; the lower bound is 0.
@@ -131,7 +131,7 @@ class EntropyCoefficients:
 class KLBudget:
     """Multipliers of the KL coefficient by difficulty, set by dual ascent on a KL budget."""
 
-    # Multipliers by bucket.
+    # Multiplier of each bucket.
     multipliers: dict[str, float] = field(default_factory=lambda: dict.fromkeys(BUCKETS, 1.0))
 
     def update(
@@ -147,9 +147,9 @@ class KLBudget:
         the released code multiplies the previous coefficient instead.
 
         Args:
-            kls: Divergence in nats per token by bucket, averaged over tokens, then over
+            kls: Divergence of each bucket in nats per token, averaged over tokens, then over
                 trajectories. NaN means no measurement.
-            budgets: Target divergence in nats per token, by bucket.
+            budgets: Target divergence of each bucket, in nats per token.
             rate: Change of a multiplier per nat above the budget.
         """
         updated = {

@@ -267,7 +267,7 @@ class GradAccumulator:
         )
 
     def finish_metrics(self, statistics: Statistics | None) -> dict[str, Metric]:
-        """Return the final metrics, including those of the model's `statistics`."""
+        """Return the final metrics, including metrics of the model's `statistics`."""
         metrics = {name: metric.finish(self.num_tokens) for name, metric in self.metrics.items()}
         if statistics is not None:
             measured = statistics.metrics(self.statistics)

@@ -137,7 +137,7 @@ def check_step(
 
 
 def resolve_action(sign: Mapping[str, Any], watch: WatchSettings) -> str:
-    """Return the action for a sign: its entry in `watch.actions`, or else `watch.action`."""
+    """Return the action for a sign: from `watch.actions`, or else `watch.action`."""
     return watch.actions.get(sign["name"], watch.action)
 
 

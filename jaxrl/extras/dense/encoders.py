@@ -2,8 +2,8 @@
 
 sentence-transformers writes the pooling and normalization of a model to `modules.json`, the
 prefixes of queries and passages to `config_sentence_transformers.json`, and the maximum length to
-`sentence_bert_config.json`. The run's config overrides these files. Values that are in neither get
-the defaults of the model family.
+`sentence_bert_config.json`. The run's config overrides these files. For values that neither
+specifies, the model family has defaults.
 """
 
 from __future__ import annotations
@@ -158,9 +158,9 @@ def read_embedding_model(
 
     Args:
         path: Folder with the `config.json` of a BERT or Qwen model.
-        pooling: One of `POOLINGS`; "" for the value in the folder, or else that of the model
+        pooling: One of `POOLINGS`; "" for the value in the folder, or else the default of the model
             family.
-        query_prefix: Text prepended to each query; "auto" has the same meaning as "" for `pooling`.
+        query_prefix: Text prepended to each query; "auto" selects a value as "" does for `pooling`.
         passage_prefix: Text prepended to each passage; "auto" as for `query_prefix`.
         max_tokens: Maximum tokens per text, in addition to the model's limit.
 

@@ -53,7 +53,7 @@ class HybridSearch(DocumentSearch):
         """Open both indexes, building them if necessary.
 
         Args:
-            local: Settings of `LocalSearch`, whose corpus is replaced with that of `dense`.
+            local: Settings of `LocalSearch`. The corpus of `dense` replaces their corpus.
             dense: Settings of `DenseSearch`.
             topk: Maximum number of documents in a result.
             k: Constant of reciprocal rank fusion; see `fuse_rankings`.

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 DTYPES = ("float32", "bfloat16", "int8")
 
 GROUP_SIZE = 32
-"""Number of consecutive passages per group, of which only the best score is kept."""
+"""Number of consecutive passages in a group. Devices keep only the best score of a group."""
 
 MAX_BLOCK = 65_536
 """Maximum number of passages that a device scores in one block."""

@@ -60,7 +60,7 @@ def sort_by_expert(
 
 
 def _gather_rows(x: jax.Array, index: jax.Array, is_valid: jax.Array) -> jax.Array:
-    """Gather the rows at `index`, or zeros for invalid entries."""
+    """Gather the rows at `index`, or zeros where the index is invalid."""
     return jnp.where(is_valid[:, None], x.at[index].get(mode="promise_in_bounds"), 0)
 
 

@@ -153,7 +153,7 @@ class Plan:
         target: Target hardware.
         mesh: Size of each mesh axis.
         phases: Phases of all stages.
-        shapes: Description of the largest shapes, by phase.
+        shapes: Description of the largest shapes of each phase.
         num_params: Number of model parameters.
         num_trained: Number of parameters that the optimizer updates.
         tokens_per_step: Maximum tokens per training step.
@@ -647,7 +647,7 @@ def _make_phase(
 
 @dataclass(frozen=True, kw_only=True)
 class _ParamCounts:
-    """Number of parameters on one device, by sharding.
+    """Number of parameters on one device, for several shardings.
 
     Attributes:
         layers: All layers, sharded as in training.
@@ -742,7 +742,7 @@ def _count_search_bytes(
 
 
 SEARCH_MEMORY = dict.fromkeys(("dense", "hybrid"), "jaxrl.extras.dense.memory:count_search_bytes")
-"""Dotted path of the function that computes a search engine's device memory, by name."""
+"""For each search engine, the dotted path of the function that computes its device memory."""
 
 
 def _count_decode_weight_bytes(config: ResolvedConfig, model: Architecture, target: Target) -> int:

@@ -44,7 +44,7 @@ def compute_step_stats(
     """Compute the statistics of a step. Fractions are of the scored trajectories.
 
     Args:
-        record: Metrics of the step, by name.
+        record: Metrics of the step, keyed by name.
         groups: Groups that the step trained on, with advantages.
         method: Training method.
 
@@ -66,7 +66,7 @@ def compute_step_stats(
         found: Fraction of the trajectories with a call whose results contain an accepted answer.
         prompts: Number of groups whose samples have different prompts.
         uneven: Maximum over groups of |sum of advantages| / max |advantage|.
-        yes: Fraction of scores equal to 1, by judge.
+        yes: For each judge, the fraction of scores equal to 1.
         twins: Result of `find_duplicate_pairs`.
         Keys of `METRICS`: Metrics from `record`.
     """
@@ -162,7 +162,7 @@ def compute_advantage_imbalance(group: Group) -> float:
 
 
 def compute_judge_approval_rates(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the fraction of scores equal to 1, by judge."""
+    """Return each judge's fraction of scores equal to 1."""
     shares = {}
     for judge in sorted({str(call.tool) for t in trajectories for call in t.reward_records}):
         parts = [t.reward_parts[judge] for t in trajectories if judge in t.reward_parts]

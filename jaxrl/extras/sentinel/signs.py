@@ -61,7 +61,7 @@ def detect_signs(
     """Apply all rules to a step; return the new state and the signs, most certain first.
 
     Args:
-        record: Metrics of the step, by name.
+        record: Metrics of the step, keyed by name.
         groups: Groups that the step trained on, with advantages.
         state: State after the previous step: "steps" (statistics of earlier steps), "best"
             (`History.best`), "counts" (consecutive steps in which each rule fired) and "twins"
@@ -452,7 +452,7 @@ _SHARE_SIGNS = {
         "it."
     )),
 }  # fmt: skip
-"""Name of the sign, description of the responses, and advice, by statistic."""
+"""For each statistic: name of the sign, description of the responses, and advice."""
 
 
 def detect_share_increase(history: History, name: str, share: float) -> RuleResult:

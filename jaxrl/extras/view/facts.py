@@ -28,7 +28,7 @@ TIMINGS = {
     "evaluation": "timing_s/testing",
     "checkpoint": "timing_s/save_checkpoint",
 }
-"""Timing metric of each part of a step, by label."""
+"""Timing metric of each part of a step, keyed by the part's label."""
 
 TOTALS = {
     "ledger/total/trajectories": "trajectories",
@@ -36,7 +36,7 @@ TOTALS = {
     "ledger/total/observation_tokens": "observation tokens",
     "perf/ledger/total/cost": "cost",
 }
-"""Labels of the metrics with a run's totals, by metric name."""
+"""Labels of the metrics with a run's totals, keyed by metric name."""
 
 Point = tuple[int, float, float | None, float | None, str]
 """Step of the weights, value, bounds of the 95% interval, and stage."""
@@ -112,7 +112,7 @@ def is_finished(run: RunReader) -> bool:
 
 def find_warnings(run: RunReader) -> list[tuple[bool, str]]:
     """Find problems with a run; return (is_serious, text) for each."""
-    # Steps without a gradient, by cause.
+    # Steps without a gradient, grouped by cause.
     steps = [r for r in run.records if r["stage"] == "train" and "timing_s/step" in r]
     failed = [step for step in steps if step.get("outcome/environment_error") == 1]
     uninformative = [step for step in steps if step.get("rollout/informative_share") == 0]
@@ -219,7 +219,7 @@ def compute_scores(run: RunReader) -> list[dict[str, Any]]:
 
 
 def get_held_out_scores(run: RunReader) -> dict[tuple[str, str], tuple[Point | None, Point]]:
-    """Return the first and last score over all held-out questions, by metric and suite.
+    """Return the first and last score over all held-out questions for each metric and suite.
 
     The metrics are exact match, and the reward if it differs from exact match. The first score is
     None if there is only one evaluation.

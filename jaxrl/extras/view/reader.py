@@ -25,7 +25,7 @@ from jaxrl.training.settings import STAGES
 from jaxrl.utils.json_io import parse_json, read_object, to_finite_float
 
 FILES = ("metrics.jsonl", "config.json", "eval", "trajectories")
-"""Files and folders, of which every workdir contains at least one."""
+"""Files and folders. Every workdir contains at least one of them."""
 
 
 @dataclass

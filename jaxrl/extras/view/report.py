@@ -131,7 +131,8 @@ def select_rows(rows: Sequence[list[Any]]) -> list[list[Any]]:
 def render(data: dict[str, Any]) -> str:
     """Return the HTML page with embedded style, script and data.
 
-    A Content-Security-Policy allows only the embedded style and script, by hash.
+    A Content-Security-Policy allows only the embedded style and script, which it names with their
+    hashes.
     """
     folder = Path(__file__).parent
     html, css, js = (

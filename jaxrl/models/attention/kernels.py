@@ -66,10 +66,10 @@ class AttentionKernels:
 
 
 PAGE_TOKENS = {"xla": 16, "mosaic_gpu": 64, "triton": 64, "mosaic": 128}
-"""Tokens per page, by kernel. A kernel reads one page at a time, so large pages are faster."""
+"""Tokens per page for each kernel. A kernel reads one page at a time, so large pages are faster."""
 
 SHARES_PROMPTS = {"xla": True, "mosaic_gpu": True, "triton": True, "mosaic": False}
-"""True if segments of a row may share a prompt, by kernel.
+"""For each kernel, True if segments of a row may share a prompt.
 
 Splash attention masks tokens by equal segment ids or at compile time.
 """

@@ -102,7 +102,7 @@ class AgentSession:
 
         Args:
             key: Random key of the episode, uint32 [2].
-            params: Sampling settings, which override those of requests.
+            params: Sampling settings, which override the settings in requests.
             limits: Token limits of the episode.
             max_turns: Maximum number of completions in the episode.
         """
