@@ -418,9 +418,8 @@ def add_deepstack(
     """
     if features is None or layer_index is None:
         return x, None
-    selected = jax.lax.dynamic_index_in_dim(
-        features, layer_index, keepdims=False
-    )  # clamps to the last
+    # The index is clamped to the last feature.
+    selected = jax.lax.dynamic_index_in_dim(features, layer_index, keepdims=False)
     return x + jnp.where(layer_index < len(features), selected, 0), layer_index + 1
 
 
@@ -508,9 +507,7 @@ class Decoder(Architecture):
 
     def abstract_params(self) -> Params:
         """Return a copy of the cached abstract parameters."""
-        return jax.tree.map(
-            lambda leaf: leaf, _cached_abstract_params(self)
-        )  # a copy for the caller
+        return jax.tree.map(lambda leaf: leaf, _cached_abstract_params(self))
 
     def logical_axes(self) -> dict[str, Any]:
         """Return the axis names, which are resolved by `sharding.LOGICAL_AXIS_RULES`."""

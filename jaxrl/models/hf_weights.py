@@ -236,10 +236,8 @@ def load_tensors(
             array = np.empty(wanted, dtype)  # filled in place, to avoid a second copy
             locations = product(*map(range, wanted[:axes]))
             for location, i in zip(locations, product(*ranges[:axes]), strict=True):
-                data, part = (
-                    tensors[_format_hf_name(config, param, names[param], i)].data,
-                    index[axes:],
-                )
+                data = tensors[_format_hf_name(config, param, names[param], i)].data
+                part = index[axes:]
                 # HF stores kernels transposed.
                 array[location] = data[part[::-1]].T if param.endswith("/kernel") else data[part]
             return array

@@ -29,10 +29,8 @@ def encode_observation(
             images are never truncated.
         image_tokens: Token count of each image. Images go between the body and the suffix.
     """
-    before, after = (
-        _encode_tag(tokenizer, observation.prefix),
-        _encode_tag(tokenizer, observation.suffix),
-    )
+    before = _encode_tag(tokenizer, observation.prefix)
+    after = _encode_tag(tokenizer, observation.suffix)
     images = [tokenizer.render_image(count) for count in image_tokens]
     if room is not None:
         room -= len(before) + len(after) + sum(len(ids) for ids, _ in images)

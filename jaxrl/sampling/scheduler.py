@@ -58,9 +58,8 @@ class Prefix:
     shared: list[int] = field(default_factory=list)  # full pages
     cached: list[int] = field(default_factory=list)  # all pages, while no row uses them
     rows: dict[int, Row] = field(default_factory=dict)  # rows with pages, by request
-    recorded_blocks: list[RecordedBlock] = field(
-        default_factory=list
-    )  # blocks of all prompt tokens, if arrays are recorded
+    # Blocks of all prompt tokens, if arrays are recorded.
+    recorded_blocks: list[RecordedBlock] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

@@ -146,10 +146,8 @@ class Sample:
 
     def fail(self, error: BaseException) -> None:
         """End the episode with an environment error because scoring failed."""
-        turns, message = (
-            self.episode.turns,
-            replace_surrogates(f"score: {format_error_report(error)}"),
-        )
+        turns = self.episode.turns
+        message = replace_surrogates(f"score: {format_error_report(error)}")
         self.episode.outcome = Outcome.ENVIRONMENT_ERROR
         turns[-1] = dataclasses.replace(turns[-1], error=message)
 

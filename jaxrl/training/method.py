@@ -32,9 +32,8 @@ class LossSettings:
     """
 
     policy_loss: NamedFunction
-    term: (
-        NamedFunction | None
-    )  # from `objectives.losses.LOSS_TERMS`, or custom; scaled by `term_coef`
+    # From `objectives.losses.LOSS_TERMS`, or custom; scaled by `term_coef`.
+    term: NamedFunction | None
     term_coef: float
     # From `objectives.losses.TOKEN_FILTERS`, or custom; None if all tokens count.
     token_filter: NamedFunction | None
@@ -68,9 +67,8 @@ class KLSettings:
 class FilterSettings:
     """Filters that select the groups and trajectories to train on (config section `filter`)."""
 
-    group_filter: (
-        NamedFunction | None
-    )  # from `objectives.filters.FILTERS`, or custom; None keeps all
+    # From `objectives.filters.FILTERS`, or custom; None for all groups.
+    group_filter: NamedFunction | None
     # From `objectives.filters.TRAJECTORY_FILTERS`, or custom; None for all trajectories.
     trajectory_filter: NamedFunction | None
     key: str  # metric or reward part that the filter compares

@@ -102,10 +102,8 @@ def unpack(
     counts = np.bincount(segments, minlength=len(sequences) + 1)[1:]
     arrays = []
     for indices, sequence in zip(np.split(order, np.cumsum(counts)[:-1]), sequences, strict=True):
-        offsets, starts = (
-            positions[indices],
-            [context.start for context in split_contexts(sequence)],
-        )
+        offsets = positions[indices]
+        starts = [context.start for context in split_contexts(sequence)]
         # Index of each token's context: a new context begins where positions jump.
         context_index = np.cumsum(np.diff(offsets, prepend=offsets[:1] - 1) != 1)
         array = np.zeros(len(sequence.token_ids), values.dtype)

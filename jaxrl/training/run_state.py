@@ -262,10 +262,8 @@ class RunState:
             return progress.is_mid_stage(self.components.num_steps)
         progress.stage, progress.stage_step, progress.items_taken = stage, 0, 0
         progress.value, progress.best, progress.num_learned = None, Best(), 0
-        progress.controllers, progress.buffered_groups = (
-            Controllers.init(self.components.method),
-            [],
-        )
+        progress.controllers = Controllers.init(self.components.method)
+        progress.buffered_groups = []
         progress.discard_prefetched_groups()
         progress.in_flight_tasks = []
         return True

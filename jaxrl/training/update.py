@@ -114,9 +114,8 @@ def put_patches(
     mesh: Mesh, attachments: PackedAttachments, micro: int, dtype: Any
 ) -> dict[str, jax.Array]:
     """Put the `patches` `[S, P, values]` and `coords` `[S, P, W]` of a micro-batch on the mesh."""
-    shard_inputs = cache(
-        partial(attachments.make_shard_inputs, micro, dtype=dtype)
-    )  # called twice per shard
+    # Cached, because the function is called twice per shard.
+    shard_inputs = cache(partial(attachments.make_shard_inputs, micro, dtype=dtype))
 
     def put(output_index: int, values: int) -> jax.Array:
         shape = (attachments.num_shards, attachments.num_patches, values)
@@ -186,10 +185,8 @@ class MicroBatchLoop:
 
     def __call__(self, params: Params, sums: Any, batch: Batch, packed: PackedBatch) -> Any:
         """Run `step` on each micro-batch of `packed`; `batch` is its copy on the devices."""
-        capacities, attachments = (
-            compute_logit_capacities(packed, *self._pieces),
-            packed.attachments,
-        )
+        capacities = compute_logit_capacities(packed, *self._pieces)
+        attachments = packed.attachments
         start = 0
         while start < len(capacities):
             stop, logit_capacity = start + 1, capacities[start]

@@ -64,9 +64,8 @@ class HybridSearch(DocumentSearch):
             FileNotFoundError, PermissionError, ValueError: See `LocalSearch` and `DenseSearch`.
         """
         self.topk, self._k, self._candidates = topk, k, candidates
-        dense_search = DenseSearch(
-            **dense, progress=progress
-        )  # first, so that errors name its corpus
+        # Open the dense index first, so that errors name its corpus.
+        dense_search = DenseSearch(**dense, progress=progress)
         bm25 = LocalSearch(**{**local, "corpus": dense["corpus"]}, progress=progress)
         self._engines: tuple[DocumentSearch, ...] = (bm25, dense_search)
         self.documents = dense_search.documents

@@ -228,10 +228,8 @@ class PassageIndex:
             raise ValueError("a passage's vector has a value that is not finite.")
         sharding = NamedSharding(self._mesh, P("passages"))
         self._counts = jax.device_put(np.array(counts, np.int32), sharding)
-        shape, make_global_array = (
-            (len(devices) * self._size,),
-            jax.make_array_from_single_device_arrays,
-        )
+        shape = (len(devices) * self._size,)
+        make_global_array = jax.make_array_from_single_device_arrays
         self._passages = make_global_array((*shape, vectors.shape[1]), sharding, passages)
         self._scales = make_global_array(shape, sharding, scales) if dtype == "int8" else None
 

@@ -100,10 +100,8 @@ def make_grouped_matmul(
             gradient of the weights: for each group, the sum of outer products over its rows.
         settings: Additional keyword arguments of both functions.
     """
-    multiply, weights_gradient = (
-        partial(multiply, **settings),
-        partial(weights_gradient, **settings),
-    )
+    multiply = partial(multiply, **settings)
+    weights_gradient = partial(weights_gradient, **settings)
 
     @jax.custom_vjp
     def product(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:

@@ -169,11 +169,9 @@ def _forward_kernel(
     *,
     config: KernelConfig,
 ) -> None:
-    q, key_ranges, queries = (
-        q_ref[...],
-        _load_key_ranges(ranges_ref),
-        config.get_query_positions(pl.program_id(0), config.block),
-    )
+    q = q_ref[...]
+    key_ranges = _load_key_ranges(ranges_ref)
+    queries = config.get_query_positions(pl.program_id(0), config.block)
     count, block_index = _find_key_blocks(key_ranges, config)
 
     def accumulate(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -272,11 +270,9 @@ def _backward_queries_kernel(
     *,
     config: KernelConfig,
 ) -> None:
-    q, key_ranges, queries = (
-        q_ref[...],
-        _load_key_ranges(ranges_ref),
-        config.get_query_positions(pl.program_id(0), config.block),
-    )
+    q = q_ref[...]
+    key_ranges = _load_key_ranges(ranges_ref)
+    queries = config.get_query_positions(pl.program_id(0), config.block)
     gradient, lse, delta = gradient_ref[...], lse_ref[...], delta_ref[...]
     count, block_index = _find_key_blocks(key_ranges, config)
 
@@ -319,10 +315,8 @@ def _backward_keys_kernel(
         index: jax.Array, sums: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
         head, i = index // count, first + index % count
-        queries, block = (
-            config.get_query_positions(i, config.step),
-            pl.ds(i * config.step, config.step),
-        )
+        queries = config.get_query_positions(i, config.step)
+        block = pl.ds(i * config.step, config.step)
         q, gradient = q_ref[block, head, :], gradient_ref[block, head, :]
         # Scores are transposed (keys by queries), so that neither sum needs a transpose.
         key_ranges = _load_key_ranges(ranges_ref, block)

@@ -147,10 +147,8 @@ def _check_kernel(trial: Trial, load: Callable[[], Callable[..., Any]]) -> tuple
         if not np.isfinite(actual).all():
             return False, f"{name}: {np.sum(~np.isfinite(actual))} of {actual.size} are not finite"
         # Bounds: twice the rounding error in total and per piece, four times it for a vector.
-        off, rounding = (
-            RelativeErrors.compute(actual, exact),
-            RelativeErrors.compute(baseline, exact),
-        )
+        off = RelativeErrors.compute(actual, exact)
+        rounding = RelativeErrors.compute(baseline, exact)
         bound = max(2 * rounding.total, ERROR_FLOOR[itemsize])
         if off.total > bound:
             return False, f"{name}: off by {off.total:.2%}; rounding explains at most {bound:.2%}"

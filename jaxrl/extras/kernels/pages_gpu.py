@@ -366,10 +366,8 @@ def _attend_span(
         tokens = (span.start + i) * page + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
         scores = jnp.where(tokens < _broadcast_columns(limits, scores), scores * scale, MASK_VALUE)
         new_highest = jnp.maximum(highest, scores.max(axis=1))
-        rescale, weights = (
-            jnp.exp2(highest - new_highest),
-            jnp.exp2(scores - _broadcast_columns(new_highest, scores)),
-        )
+        rescale = jnp.exp2(highest - new_highest)
+        weights = jnp.exp2(scores - _broadcast_columns(new_highest, scores))
         shared.weights[...] = weights.astype(values.dtype)
         plgpu.commit_smem()
         plgpu.barrier_wait(shared.full_barriers[1].at[stage])

@@ -194,11 +194,9 @@ def _iter_options(
 
     Keys are ordered by their cost in step time.
     """
-    mesh, flat, is_cpu = (
-        make_target_mesh(config, model, target),
-        flatten(config),
-        target.platform == "cpu",
-    )
+    mesh = make_target_mesh(config, model, target)
+    flat = flatten(config)
+    is_cpu = target.platform == "cpu"
     sizes, shards = mesh.shape, num_batch_shards(mesh)
     groups = sizes["data"] * sizes["fsdp"]  # each group of devices holds all experts
     row_keys = [key for stage, key in MICRO_ROWS.items() if stage in config.stages]

@@ -275,10 +275,8 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
     operand_bytes = 4 if copies else itemsize  # bytes per value of a matmul operand
 
     # One device's shard of a micro-batch and of a chunk of logits.
-    shards, shares_prompts = (
-        num_batch_shards(mesh),
-        _shares_prompts(config, model, target),
-    )
+    shards = num_batch_shards(mesh)
+    shares_prompts = _shares_prompts(config, model, target)
     shape = compute_batch_shape(config, stage, shards * shares_prompts, sizes["context"], model)
     rows = shape.micro_rows // shards
     tokens = rows * shape.row_tokens // sizes["context"]
@@ -561,10 +559,8 @@ def _plan_weight_sync(config: ResolvedConfig, model: Architecture, target: Targe
     head = _get_extra_head_itemsize(config, model, target)
     stage = next((stage for stage in config.stages if stage != "sft"), "sft")
     persistent = _count_state_bytes(config, model, mesh, stage) | resident
-    train_params, decode_params = (
-        local_param_sizes(model, mesh),
-        local_param_sizes(model, mesh, for_decode=True),
-    )
+    train_params = local_param_sizes(model, mesh)
+    decode_params = local_param_sizes(model, mesh, for_decode=True)
     decode_sizes = {
         path: size * (itemsize + head * (path[0] == model.output_module))
         for path, (size, _) in decode_params.items()
@@ -699,10 +695,8 @@ def _count_state_bytes(
     config: ResolvedConfig, model: Architecture, mesh: Any, stage: str
 ) -> dict[str, int]:
     """Return the bytes of weights, Adam moments and reference policy on a device."""
-    policy, section = (
-        _count_policy_weights(config, model, mesh),
-        config.get_optimizer_section(stage),
-    )
+    policy = _count_policy_weights(config, model, mesh)
+    section = config.get_optimizer_section(stage)
     params = 4 * policy.num_trained
     state = {"frozen weights": policy.base_bytes} if policy.base_bytes else {}
     state["parameters"] = params

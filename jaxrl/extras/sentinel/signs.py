@@ -266,10 +266,8 @@ def describe_gap(gap: float) -> str:
 
 def detect_gradient_explosion(history: History) -> RuleResult:
     """Detect a gradient norm far above the largest recent norm."""
-    now, prior = (
-        history.now["gradient"],
-        [x for x in history.get_recent_values("gradient", 20) if x > 0],
-    )
+    now = history.now["gradient"]
+    prior = [x for x in history.get_recent_values("gradient", 20) if x > 0]
     if now is None or len(prior) < MIN_PRIOR or now <= MAX_GROWTH * max(prior):
         return None
     return "gradient_exploded", (
@@ -341,10 +339,8 @@ def detect_lenient_judge(history: History) -> RuleResult:
 def detect_search_change(history: History) -> RuleResult:
     """Detect a sharp drop in searches that find the answer, at a similar call rate."""
     share, prior = history.compute_recent_mean("found"), history.get_baseline_values("found")
-    searching, call_rates = (
-        history.compute_recent_mean("searching"),
-        history.get_baseline_values("searching"),
-    )
+    searching = history.compute_recent_mean("searching")
+    call_rates = history.get_baseline_values("searching")
     if share is None or searching is None or len(prior) < MIN_PRIOR:
         return None
     typical, typical_calls = median(prior[-20:]), median(call_rates[-20:])
@@ -418,10 +414,8 @@ def detect_entropy_change(history: History, share: float) -> RuleResult:
 
 def detect_likelihood_drop(history: History) -> RuleResult:
     """Detect a drop in the likelihood of responses with a positive advantage."""
-    now, prior = (
-        history.compute_recent_mean("likelihood"),
-        history.get_baseline_values("likelihood"),
-    )
+    now = history.compute_recent_mean("likelihood")
+    prior = history.get_baseline_values("likelihood")
     if now is None or len(prior) < MIN_PRIOR:
         return None
     typical = median(prior)

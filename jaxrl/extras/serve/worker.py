@@ -241,11 +241,9 @@ class Worker:
             deadline_s: Minimum time left for jobs that were on hold, in seconds.
         """
         with self._condition:
-            self._is_active_session, self.version, self._is_paused = (
-                is_active_session,
-                version,
-                False,
-            )
+            self._is_active_session = is_active_session
+            self.version = version
+            self._is_paused = False
             self.failure = None
             now = time.monotonic()
             paused_jobs, self._paused_jobs = self._paused_jobs, []

@@ -243,9 +243,7 @@ def _attend_pieces(
     masked. The backward pass sums the gradients of a device's keys over all devices.
     """
     T, piece_tokens = key_ranges.shape[2], q.shape[1]
-    num_later_pieces = (
-        T // piece_tokens - 1 - jax.lax.axis_index(CONTEXT_AXIS)
-    )  # pieces after the device's piece
+    num_later_pieces = T // piece_tokens - 1 - jax.lax.axis_index(CONTEXT_AXIS)
 
     def gather_rows(x: jax.Array) -> jax.Array:
         pieces = jnp.roll(jax.lax.all_gather(x, CONTEXT_AXIS), num_later_pieces, axis=0)

@@ -101,10 +101,8 @@ def compute_key_ranges(
     def find_last_start(is_start: jax.Array) -> jax.Array:
         return jax.lax.cummax(jnp.where(is_start, jnp.arange(T), 0), axis=1)
 
-    starts, shared = (
-        find_last_start(begins_context),
-        find_last_start(begins_context & (positions == 0)),
-    )
+    starts = find_last_start(begins_context)
+    shared = find_last_start(begins_context & (positions == 0))
     first_positions = jnp.take_along_axis(positions, starts, axis=1)
     continues = (first_positions > 0) & (segment_ids > 0)
     shared_starts = jnp.where(continues, shared, T)

@@ -114,10 +114,8 @@ def test_with_the_adapter_off_scores_are_those_of_the_base():
     batch = put_batch(MESH, packed.batch)
     score = ScoreStep(adapted_model(base), temperature=1.0)
     params = some_adapter()
-    on, alone = (
-        score(params, batch, packed),
-        ScoreStep(Model(TINY, MESH, XLA, **SETTINGS), temperature=1.0)(base, batch, packed),
-    )
+    on = score(params, batch, packed)
+    alone = ScoreStep(Model(TINY, MESH, XLA, **SETTINGS), temperature=1.0)(base, batch, packed)
     for leaf in (layer for part in params["blocks"].values() for layer in part.values()):
         leaf["kernel_b"] = np.zeros_like(leaf["kernel_b"])
     off = score(params, batch, packed)

@@ -245,10 +245,8 @@ class TestAgainstTheCompiler:
 
 
 def test_a_rollout_one_step_ahead_lies_beside_the_update():
-    alone, beside = (
-        train_phase(large_run(**{"rollout.cache_gib": 4.0})),
-        train_phase(large_run(**AHEAD)),
-    )
+    alone = train_phase(large_run(**{"rollout.cache_gib": 4.0}))
+    beside = train_phase(large_run(**AHEAD))
     sampler = memory.plan_rollout(large_run(**AHEAD), QWEN_7B, NODE)
     moment = sum(sampler.moments[sampler.moment].values())
     more = sampler.persistent["decode weights"] + sampler.persistent["KV cache"] + moment
