@@ -59,7 +59,7 @@ class EngineCounts:
     """Work done since the engine was created, in tokens unless noted otherwise."""
 
     prefilled_prompt: int = 0  # tokens of new prompts, except each prompt's last token
-    prefilled_resume: int = 0  # as many as each observation has: the token before it, not its last
+    prefilled_resume: int = 0  # tokens read when rows resume, as many as the observations have
     sampled: int = 0
     chunks: int = 0  # dispatched chunks
     row_steps: int = 0  # decoding steps times rows computed

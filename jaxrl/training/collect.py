@@ -68,7 +68,7 @@ class CollectedGroups:
     ledger: UsageStats = field(default_factory=UsageStats)  # usage, dropped groups included
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to plain JSON values. Divergences, if already measured, are lost."""
+        """Convert to plain JSON values. The groups must not have divergences yet."""
         plain = dataclasses.asdict(dataclasses.replace(self, groups=[], buffered_groups=[]))
         for stats in plain["sampled_stats"]:
             if not stats["environment"]:

@@ -321,9 +321,8 @@ class PassageIndex:
             num_candidates=num_candidates,
         )
         device_scores, device_positions = jax.device_get(device_results)
-        device_positions = (
-            device_positions + self._size * np.arange(len(device_scores))[:, None, None]
-        )
+        first_positions = self._size * np.arange(len(device_scores))
+        device_positions = device_positions + first_positions[:, None, None]
         candidates, score_bound = [], []
         for row in range(len(queries)):
             scores, positions = device_scores[:, row].ravel(), device_positions[:, row].ravel()

@@ -77,6 +77,5 @@ class ContextLengthError(RequestError):
             param="messages",
             code="context_length_exceeded",
         )
-        self.anthropic_message = (
-            f"prompt is too long: {num_tokens} tokens > {max_total_tokens - 1} maximum"
-        )
+        limit = max_total_tokens - 1
+        self.anthropic_message = f"prompt is too long: {num_tokens} tokens > {limit} maximum"

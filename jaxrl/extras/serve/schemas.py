@@ -107,9 +107,8 @@ def validate(value: Any, model: type[BodyType]) -> BodyType:
         first_error = error.errors(include_url=False, include_context=False)[0]
         parts = (f"[{p}]" if isinstance(p, int) else f".{p}" for p in first_error["loc"])
         param = "".join(parts).removeprefix(".")
-        received = (
-            "missing" if first_error["type"] == "missing" else shorten_repr(first_error["input"])
-        )
+        is_missing = first_error["type"] == "missing"
+        received = "missing" if is_missing else shorten_repr(first_error["input"])
         message = f"{param or 'the body'} is {received}. {first_error['msg']}."
         raise RequestError(400, message, param=param or None) from None
 

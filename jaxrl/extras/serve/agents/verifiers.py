@@ -52,7 +52,6 @@ async def play(
     arguments: Mapping[str, Any] | None = None,
     renderer: str | Mapping[str, Any] = "qwen3",
     sampling: Mapping[str, Any] | None = None,
-    solved_from: float = 1.0,
     traces: str = "",
 ) -> dict[str, Any]:
     """Run an episode of an environment and return its reward.
@@ -72,11 +71,10 @@ async def play(
         renderer: Name of the model family's renderer, or a renderer config such as
             `{"name": "qwen3", "thinking_retention": "all"}`.
         sampling: Extra fields of the requests, such as `{"max_tokens": 256}`.
-        solved_from: Lowest reward that counts as correct.
         traces: File to which verifiers' trace of the episode is appended; "" for none.
 
     Returns:
-        A dict with `reward`, `is_correct` and `final_answer` (the model's last message).
+        A dict with `reward` and `final_answer` (the model's last message).
 
     Raises:
         ValueError: The task or the environment does not support training.
@@ -96,9 +94,8 @@ async def play(
     episode = await env.run_episode(vf_task, context)
     if traces:
         record = json.dumps(episode.to_record(float_decimals=None), ensure_ascii=False)
-        with open(
-            traces, "ab", buffering=0
-        ) as file:  # one write per line, since processes share the file
+        # Without a buffer, each line is one write, since processes share the file.
+        with open(traces, "ab", buffering=0) as file:
             file.write(f"{record}\n".encode())
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
@@ -107,11 +104,7 @@ async def play(
             + "; ".join(f"{error.type}: {error.message}" for error in errors)
         )
     trace = find_policy_trace(episode, base_url)
-    return {
-        "reward": trace.reward,
-        "is_correct": trace.reward >= solved_from,
-        "final_answer": trace.last_reply,
-    }
+    return {"reward": trace.reward, "final_answer": trace.last_reply}
 
 
 def build_context(
