@@ -18,7 +18,6 @@ import sys
 import tempfile
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -171,7 +170,6 @@ class AgentProcesses:
         self._what = f"the agent {function}" if function else f"the program {command[0]}"
         self._lock = threading.Lock()
         self._processes: list[AgentProcess] = []
-        self._finalizer = weakref.finalize(self, _close_all, self._processes)
 
     def open(self) -> None:
         """Start all processes, so that a broken agent fails immediately.
@@ -220,8 +218,15 @@ class AgentProcesses:
                     process.kill()
 
     def close(self) -> None:
-        """Stop all processes. This also happens at exit."""
-        self._finalizer()
+        """Stop all processes, which then kill the programs that they started."""
+        processes = list(self._processes)
+        self._processes.clear()
+        for process in processes:
+            process.send({"end": True})
+        for process in processes:
+            with contextlib.suppress(ChildTimeoutError):
+                process.wait(_EXIT_TIMEOUT_S)
+            process.close()
 
     def _start(self) -> AgentProcess:
         """Start a process.
@@ -270,13 +275,3 @@ class AgentProcesses:
                 self._processes.remove(process)
             for name in names:
                 self._on_end(name, None, reason)
-
-
-def _close_all(processes: list[AgentProcess]) -> None:
-    """Stop processes, which then kill the programs that they started."""
-    for process in list(processes):
-        process.send({"end": True})
-    for process in list(processes):
-        with contextlib.suppress(ChildTimeoutError):
-            process.wait(_EXIT_TIMEOUT_S)
-        process.close()
