@@ -44,7 +44,7 @@ class World:
         return jnp.exp(self.token_logprobs(logits).sum(axis=1))
 
     def token_scores(self, logits) -> np.ndarray:
-        """The gradient of each token's log-probability, [M, T, C, V]."""
+        """Return the gradient of each token's log-probability, [M, T, C, V]."""
         probs = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
         scores = np.zeros((*self.tokens.shape, *self.shape))
         for i, t in np.argwhere(self.mask):
@@ -54,7 +54,7 @@ class World:
         return scores
 
     def scores(self, logits) -> np.ndarray:
-        """The gradient of each sequence's log-probability, [M, C, V]."""
+        """Return the gradient of each sequence's log-probability, [M, C, V]."""
         return self.token_scores(logits).sum(axis=1)
 
     def reach(self, logits):
@@ -65,7 +65,7 @@ class World:
         return self.probs(logits) @ occurs
 
     def groups(self, size: int) -> np.ndarray:
-        """Every group of `size` samples, in order, as rows of sequence numbers."""
+        """Return every group of `size` samples, in order, as rows of sequence numbers."""
         return np.array(list(itertools.product(range(len(self.tokens)), repeat=size)))
 
     def group_probs(self, logits, groups: np.ndarray) -> np.ndarray:
@@ -90,7 +90,7 @@ def enumerate_world(num_tokens: int) -> World:
 def expected_policy_gradient(
     world: World, logits, groups: np.ndarray, advantages: np.ndarray
 ) -> np.ndarray:
-    """The expectation of the mean of `advantage * gradient of log-probability` over a group."""
+    """Return the expected mean of `advantage * gradient of log-probability` over a group."""
     weights = world.group_probs(logits, groups)[:, None] * advantages / groups.shape[1]
     return np.einsum("gn,gncv->cv", weights, world.scores(logits)[groups])
 
@@ -98,7 +98,7 @@ def expected_policy_gradient(
 def expected_turn_gradient(
     world: World, logits, groups: np.ndarray, advantages: np.ndarray
 ) -> np.ndarray:
-    """Same as `expected_policy_gradient`, each token being a turn with its own advantage.
+    """Like `expected_policy_gradient`, but each token is a turn with its own advantage.
 
     `advantages` are [G, n, T].
     """
@@ -109,7 +109,7 @@ def expected_turn_gradient(
 def expected_loss_gradient(
     world: World, logits, groups: np.ndarray, loss: Callable[..., jax.Array], *extra: np.ndarray
 ) -> np.ndarray:
-    """The expectation of the gradient of `loss(logits, group [n], *extra of the group)`.
+    """Return the expected gradient of `loss(logits, group [n], *extra of the group)`.
 
     Samples are fixed while differentiating, as in training.
     """

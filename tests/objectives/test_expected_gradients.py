@@ -70,12 +70,12 @@ def assert_equal(actual, expected):
 
 
 def assert_close(actual, expected):
-    """Of returns, which are float32."""
+    """Compare values that depend on returns, which are float32."""
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-7)
 
 
 def advantages(estimator, values, groups=GROUPS):
-    """[G, n], each group on its own."""
+    """Return the advantages [G, n] of each group, computed separately."""
     ids = np.full(groups.shape[1], 5)
     return np.asarray(jax.jit(jax.vmap(lambda row: estimator(row, ids)))(values[groups]))
 
@@ -285,7 +285,7 @@ def test_entropy_guided_gives_each_task_the_weight_of_its_half():
 
 
 def imbalance(slopes):
-    """How far the weights of two tasks are from equal."""
+    """Return how much the weights of two tasks differ."""
     weights = slopes / SLOPES
     return abs(weights[0] / weights[1] - 1)
 
@@ -332,7 +332,7 @@ def cispo(logprobs, values, mask, _):
 
 
 def expected_on_policy(policy_loss, mode):
-    """The expected gradient of a group's loss as in training, with leave-one-out advantages."""
+    """Return the expected gradient of a group's loss in training, with leave-one-out advantages."""
 
     def loss(x, rows, values):
         logprobs, mask = TWO.token_logprobs(x)[rows], jnp.asarray(TWO.mask)[rows]
@@ -379,7 +379,7 @@ def test_means_over_all_tokens_have_a_length_bias_that_fades_with_the_batch():
 
 @functools.cache
 def expected_kl_gradient(estimator, n):
-    """Of the sum over a trajectory's tokens, on samples of the policy itself."""
+    """Return the expected gradient of the KL term, summed over tokens, on samples of the policy."""
     world = WORLDS[n]
     anchor, mask = world.token_logprobs(ANCHOR[n]), jnp.asarray(world.mask)
 

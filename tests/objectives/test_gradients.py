@@ -28,20 +28,20 @@ def in_float64():
 
 
 def logprobs(seed, spread):
-    """Current and old log-probabilities that differ by about `spread` nats."""
+    """Return current and old log-probabilities that differ by about `spread` nats."""
     rng = np.random.default_rng(seed)
     current = -rng.random((ROWS, LENGTH))
     return current, current + spread * rng.normal(size=current.shape)
 
 
 def sequence_weights():
-    """Weights under which sums of values are means over the four trajectories' means."""
+    """Return weights whose weighted sums are means over the four trajectories' means."""
     lengths = {id: int(MASK[id == IDS].sum()) for id in (1, 3, 5, 8)}
     return np.where(MASK, 1 / (4 * np.vectorize(lambda id: lengths.get(id, 1))(IDS)), 0.0)
 
 
 def naive_gspo(x, old, low, high):
-    """The objective as the paper has it: one ratio and one term a trajectory, averaged."""
+    """Compute the paper's objective: one ratio and one term per trajectory, averaged."""
     terms = []
     for id in (1, 3, 5, 8):
         members = MASK & (id == IDS)

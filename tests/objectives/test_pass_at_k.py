@@ -47,7 +47,7 @@ def test_pass_at_k_by_hand(k, size, num_correct, right, wrong):
 
 
 def by_all_subsets(is_correct, k):
-    """Every k-subset with its normalized reward; each trajectory's mean over its subsets."""
+    """Normalize the rewards of all k-subsets; return each trajectory's mean over its subsets."""
     subsets = list(itertools.combinations(range(len(is_correct)), k))
     rewards = np.array([float(any(is_correct[i] for i in subset)) for subset in subsets])
     if rewards.min() == rewards.max():

@@ -309,7 +309,7 @@ def test_a_prompt_that_is_too_long_is_refused(player):
 
 
 def test_truncate_left_keeps_the_end_of_the_prompt(player):
-    """As verl does for DAPO."""
+    """verl does the same for DAPO."""
     question = "In which of the many towns is the tower, where?"
     teach(player, LAST, question=question)
     limits = with_limits(max_prompt_tokens=12, overlong_prompts="truncate_left")

@@ -345,7 +345,7 @@ def test_continued_groups_have_the_tokens_of_an_undivided_rollout(player, schedu
 
 
 def test_each_token_has_the_version_of_the_weights_that_drew_it(player):
-    """The tokens of version 0 are those of a rollout with these weights alone."""
+    """The tokens of version 0 equal the tokens of a rollout with only these weights."""
     schedule = ReplySchedule(lag_chunks=1)
     params = (PARAMS, LATER, PARAMS, LATER)
     groups, _ = play_in_steps(player, SlowEnv(STOPS), schedule, max_unfinished=4, params=params)

@@ -267,7 +267,7 @@ def test_resampling_waits_for_the_late_stage():
 
 @pytest.mark.parametrize(("size", "taken"), [(4, 2), (1, 1)])
 def test_the_survivor_of_failures_is_no_group_of_one(size, taken):
-    """Alone of four it has no advantage; where groups have one member, each is kept."""
+    """The only survivor of four has no advantage; groups of configured size 1 are all kept."""
     sample = make_sampler([1, None, None, None][:size], [1, 0, None, None])
     changes = {"rollout.tasks_per_step": 1, "rollout.group_size": size}
     assert run(sample, **{"filter.name": "varied"}, **changes).num_tasks_taken == taken
@@ -275,7 +275,7 @@ def test_the_survivor_of_failures_is_no_group_of_one(size, taken):
 
 @pytest.mark.parametrize(("num_solved", "count"), [(98, 16), (0, 5)])
 def test_draws_go_on_while_anything_is_left(num_solved, count):
-    """However many draws a batch needs, and however often the solved tasks come by meanwhile."""
+    """This holds for any number of draws, and however often solved tasks recur."""
     stream = Stream([Task(id=f"q{i}", question="?") for i in range(100)], seed=0)
     solved = SkipSet({f"q{i}": 0.0 for i in range(num_solved)})
     draws, num_tasks_taken = draw(stream, 0, count, solved)

@@ -28,7 +28,7 @@ def build_estimator(name, changes):
 
 
 def estimate(name, trajectories, step=0, k=4, **changes):
-    """Return advantages by name, of a batch that environment errors fill up."""
+    """Return advantages by name, for a batch filled up with environment errors."""
     rest = make_failures(task_number=99, count=NUM_TRAJECTORIES - len(trajectories))
     groups = grouped([*trajectories, *rest])
     changes = {"advantage.pass_at_k.k": k, **changes}
@@ -55,7 +55,7 @@ def judged(verdicts, task_number=0, entropy=0.5):
 
 
 def make_failures(task_number=0, count=2):
-    """Return environment errors, which would be right and richly rewarded."""
+    """Return environment errors whose fields look right and highly rewarded."""
     failure = make_failure(task_number=task_number, reward=9.0, sample_index=9)
     return [dataclasses.replace(failure, is_correct=True)] * count
 
@@ -234,7 +234,7 @@ def test_tokens_are_counted_by_turn():
 
 
 def test_a_user_estimator_is_traced_again(tmp_path, monkeypatch):
-    """What it calls may have been edited and loaded again between two runs of a process."""
+    """Functions that the estimator calls may have been edited and reloaded between two runs."""
     (tmp_path / "share.py").write_text("OF_REWARD = 1.0")
     (tmp_path / "shared.py").write_text(
         "import share\n\ndef advantage(rewards):\n    return share.OF_REWARD * rewards\n"

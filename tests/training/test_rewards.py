@@ -74,7 +74,7 @@ def test_shaping_is_of_the_whole_trajectory_and_of_no_turn():
 
 
 def test_searching_is_not_overlong_by_the_limit_of_what_is_sampled():
-    """64 tokens may be sampled, and two results of 72 come on top."""
+    """At most 64 tokens are sampled, and two results add 72 tokens."""
     config = search_r1_small.get_config()
     config.shaping.overlong_buffer = 16
     assert resolved(config).overlong_limit == 192 - 32

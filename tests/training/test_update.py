@@ -72,7 +72,7 @@ def put_params(params):
 
 
 def fresh_state(params):
-    """A state around a copy of the parameters, since the state and its updates donate theirs."""
+    """Return a state with a copy of the parameters, because updates donate them."""
     copies = put_params(jax.tree.map(np.array, params))
     return init_state(copies, MESH, TINY, OPTIMIZER)
 
@@ -169,7 +169,7 @@ def plain_gradient(variant):
 
 @pytest.fixture(scope="module")
 def plain():
-    """Plain gradients by variant, of parameters on the host so that each compiles once."""
+    """Plain gradients of each variant. Parameters stay on the host, so that each compiles once."""
     compiled = {name: plain_gradient(variant) for name, variant in VARIANTS.items()}
 
     def gradient(name, params, rows, weights):
@@ -455,7 +455,7 @@ def test_two_epochs_of_two_mini_batches_are_those_of_plain_arithmetic(
 
 
 def logits_arrays(text):
-    """Arrays over the vocabulary in a program that are not weights, by their tokens."""
+    """Return the token counts of a program's arrays over the vocabulary, except weights."""
     return {
         shape: math.prod(shape) // TINY.vocab_size
         for shape in shapes_in(text)
@@ -523,7 +523,8 @@ def test_new_objects_of_equal_settings_compile_nothing(params, sequences):
 
 
 def test_a_user_loss_shares_no_programs():
-    """What it calls may have been edited and loaded again, which nothing of the loss tells."""
+    """Functions that the loss calls may have been edited and reloaded, which the loss does not
+    show."""
     assert method_with(
         **{"loss.name": "tests.training.test_signal_free.pulling_loss"}
     ).loss_has_user_code

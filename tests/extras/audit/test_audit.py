@@ -1,4 +1,4 @@
-"""Figures of audits, recomputed by brute force, and the tasks that runs drop."""
+"""Audit statistics against brute force, and the tasks that a run drops."""
 
 import json
 import shutil
@@ -60,7 +60,7 @@ def trails(tmp_path_factory):
 
 
 def brute_force(world, split, other, *, topk):
-    """Return the ids of each figure, from strings and pairs of tasks only."""
+    """Compute the task ids of each statistic with plain string comparisons."""
     tasks = read(world / f"questions_{split}.jsonl")
     documents = read(world / "corpus.jsonl")
 
@@ -155,7 +155,7 @@ def test_answers_match_whole_words_in_one_field():
 
 
 def test_punctuation_without_spaces_separates_words():
-    """In the first four documents, of SQuAD, deleting it would join two words."""
+    """In the first four documents (SQuAD), deleting the punctuation would join two words."""
     texts = [
         "Marconi's experiments in July 1899—Marconi may have transmitted the letter S",
         'On hearing the result, Grainer asked, "Did I write that?"[citation needed]',

@@ -1,4 +1,4 @@
-"""Questions to a run's model, each played through the run's environment."""
+"""Questions to a run's model, each an episode in the run's environment."""
 
 import dataclasses
 import functools
@@ -47,7 +47,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation", "one_size")
 
 @pytest.fixture
 def run(tmp_path, tiny_world):
-    """A workdir in which nothing is trained yet, whose code and judge are missing."""
+    """Workdir of an untrained run. The run's custom code and judge are missing."""
     config = debug_tiny.get_config(str(tiny_world))
     config.mesh.data = 8  # of the machine that it ran on
     config.rollout.max_total_tokens, config.rollout.max_response_tokens = 64, 16
@@ -144,7 +144,7 @@ def test_the_newest_or_a_chosen_checkpoint_answers(exported, tiny_world, step):
 
 
 def test_a_run_answers_from_any_folder(exported, tiny_world, tmp_path_factory, monkeypatch, capsys):
-    """Relative paths of its configuration are those of the folder in which it was started."""
+    """Relative paths in the config are resolved from the launch folder."""
     edit_config(exported, "search.local.corpus", "corpus.jsonl")
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     monkeypatch.chdir(elsewhere)

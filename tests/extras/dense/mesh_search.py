@@ -17,7 +17,7 @@ from jaxrl.runtime.sharding import make_mesh
 
 
 def brute_force(vectors, queries, topk):
-    """Places and scores by definition: all products in float64, the first of equal ones first."""
+    """Compute positions and scores by definition, in float64; ties are in order of position."""
     vectors, queries = vectors.astype(np.float64), queries.astype(np.float64)
     scores = np.stack([(vectors * query).sum(axis=1) for query in queries])
     places = np.stack([np.lexsort((np.arange(len(row)), -row))[:topk] for row in scores])
@@ -30,7 +30,7 @@ def unit(rng, *shape):
 
 
 def corpus_and_queries(num_passages=1_003, width=24):
-    """Random vectors, of which some are equal and lie on several devices, and queries like them."""
+    """Return random vectors, some of them equal and on several devices, and similar queries."""
     rng = np.random.default_rng(0)
     vectors = unit(rng, num_passages, width)
     vectors[num_passages // 3 :: 40] = vectors[2]

@@ -1,4 +1,4 @@
-"""Encoders against `transformers`, and what their folders say of them."""
+"""Encoders against `transformers`, and the settings in their folders."""
 
 import json
 import shutil

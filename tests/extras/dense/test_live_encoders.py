@@ -23,7 +23,7 @@ MESH = Mesh(np.array(jax.devices()[:1]), ("rows",))
 
 
 def random_config(seed):
-    """A small BERT, or of every third seed a Qwen3."""
+    """Return the config of a small BERT; for every third seed, of a small Qwen3."""
     rng = np.random.default_rng(seed)
     heads, size = int(rng.integers(1, 5)), 2 * int(rng.integers(2, 10))
     shared = {
@@ -65,7 +65,7 @@ def randomize(model, seed):
 
 
 def pooled(hidden, pooling):
-    """Of one text, as the models' authors say."""
+    """Pool the hidden states of one text, as the models' authors define."""
     return {"mean": hidden.mean(0), "first": hidden[0], "last": hidden[-1]}[pooling]
 
 

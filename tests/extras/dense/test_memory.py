@@ -1,4 +1,4 @@
-"""The plan of dense retrieval: what its passages, encoder and searches take of a device."""
+"""Planned device memory of dense retrieval: passages, encoder and searches."""
 
 import jax
 import numpy as np

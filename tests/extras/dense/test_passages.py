@@ -1,4 +1,4 @@
-"""The search among vectors: what it finds is what numpy finds, whatever the devices hold."""
+"""Search over vectors: the results equal numpy's for every dtype on the devices."""
 
 import os
 import subprocess
@@ -60,7 +60,7 @@ def test_several_blocks_and_parts_of_a_file(tmp_path, monkeypatch):
 
 
 def test_candidates_that_cannot_tell_are_not_the_last_word():
-    """Seven bits do not tell these apart: only 4 candidates would miss the best one."""
+    """Int8 cannot distinguish these vectors, so 4 candidates would miss the best."""
     vectors = unit(np.random.default_rng(1), 1, 64).repeat(400, axis=0)
     vectors += 1e-4 * np.random.default_rng(2).standard_normal(vectors.shape).astype(np.float32)
     queries = vectors[[3, 390]]
@@ -92,7 +92,7 @@ def test_int8_finds_what_float32_finds_among_clustered_vectors():
 
 @pytest.mark.parametrize(("dtype", "most"), [("float32", 1e-4), ("bfloat16", 0.02), ("int8", 0.1)])
 def test_the_bound_holds_of_every_rounding(dtype, most):
-    """Whatever their lengths, scores of the device are no further from the products."""
+    """The error of the devices' scores stays within the bound, for vectors of any length."""
     rng = np.random.default_rng(3)
     vectors = unit(rng, 900, 48) * rng.uniform(0.1, 3, size=(900, 1)).astype(np.float32)
     queries = unit(rng, 16, 48) * np.float32(1.5)

@@ -11,7 +11,7 @@ NAMES = ("avington", "bread", "mill", "river", "tom hale", "ada kerr", "1871", "
 
 
 def documents(count):
-    """Of which no two are alike."""
+    """Return `count` different documents."""
     return [
         {
             "id": f"d{i}",

@@ -220,7 +220,7 @@ def test_scores_are_parsed_and_scaled(reply, score):
 
 
 def test_a_custom_pattern_searches_the_end_of_a_reply_within_a_second():
-    """Other threads go on while it is searched."""
+    """Other threads continue during the search."""
     custom = JudgeSettings(**BASE, pattern=r"worth (\d+)")
     assert parse_score("worth 10" + " " * 4096 + "worth 3, or worth 4", custom) == 0.4
     with pytest.raises(ToolError, match="expected a number from 0 to 10"):

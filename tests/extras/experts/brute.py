@@ -1,4 +1,4 @@
-"""Grouped products in float64, group by group, and the gradients of a kernel's."""
+"""Grouped matmul in float64, group by group, and gradients of a kernel."""
 
 import jax
 import numpy as np
@@ -15,7 +15,7 @@ def differentiated(product):
 
 
 def brute_force(rows, weights, sizes, gradient):
-    """The products `[A, F]`, and the gradients of rows and weights; 0 beyond the groups."""
+    """Return products `[A, F]` and gradients of rows and weights; 0 beyond the groups."""
     sizes = np.asarray(sizes)
     rows, weights, gradient = (np.asarray(x, np.float64) for x in (rows, weights, gradient))
     out, of_rows, of_weights = np.zeros_like(gradient), np.zeros_like(rows), np.zeros_like(weights)

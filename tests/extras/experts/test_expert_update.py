@@ -1,4 +1,4 @@
-"""Updates of a mixture of experts: invariance, the balance of its routers, and what is measured."""
+"""Updates of a mixture of experts: invariance, load balancing and metrics."""
 
 from dataclasses import replace
 
@@ -38,7 +38,7 @@ SEQUENCES = random_sequences([9, 20, 31, 14, 25, 6])
 
 
 def gradient(shape, coef):
-    """The first gradient, which is ten times Adam's first moment, and the metrics."""
+    """Return the first gradient, ten times Adam's first moment, and the metrics."""
     mesh = one_device_mesh()
     optimizer = optax.adamw(1e-3)
     params = jax.tree.map(jnp.asarray, tiny_params(TINY_MOE))

@@ -1,4 +1,4 @@
-"""Grouped products against `jax.lax.ragged_dot`, and what they cost."""
+"""Grouped matmul against `jax.lax.ragged_dot`, and its cost."""
 
 import math
 from functools import partial

@@ -1,4 +1,4 @@
-"""Experts that the sampler has recorded, and what training makes of them."""
+"""Replay of the experts that the sampler recorded."""
 
 import dataclasses
 from functools import partial
@@ -87,7 +87,7 @@ def sampled():
 
 
 def chosen_by_full_pass(trajectories, params):
-    """The experts of each token, each trajectory a row of its own."""
+    """Return the experts of each token, with one trajectory per row."""
     longest = max(len(t.token_ids) for t in trajectories)
     ids = [np.pad(t.token_ids, (0, longest - len(t.token_ids))) for t in trajectories]
     ids = jnp.stack(ids)
@@ -131,7 +131,7 @@ def test_the_smallest_dtype_has_a_number_that_is_no_experts():
 
 
 def mix_every_expert(moe, x, given, renormalize):
-    """Apply all experts to every token, and mask some: R3's equations as they stand."""
+    """Apply all experts to every token and mask the others: R3's equations, literally."""
     logits = x @ moe["router"]["kernel"]
     top_k = jnp.argsort(-logits, axis=-1)[:, : MOE.top_k]
     is_known = (given < MOE.num_experts).all(axis=-1)
@@ -177,7 +177,7 @@ def test_training_computes_the_recorded_experts(renormalize):
 
 
 def whole(trajectories, replayed=MOE.recorded_specs, **changes):
-    """One micro-batch, packed and its first axis gone."""
+    """Return one packed micro-batch, without its first axis."""
     sizes = {"num_micro": 1, "micro_rows": len(trajectories), "row_tokens": 64} | changes
     shape = BatchShape(**sizes, token_arrays=replayed)
     return pack(trajectories, np.zeros(len(trajectories), np.float32), shape)
@@ -214,7 +214,7 @@ def test_the_gap_to_the_sampler_is_smaller_with_replay(sampled, params, dtype, m
 
 
 def gradient(trajectories, shape, balance_coef=0.5):
-    """The first gradient, ten times Adam's first moment, and metrics, of weights that moved."""
+    """Return the first gradient (ten times Adam's first moment) and metrics, at changed weights."""
     optimizer = optax.adamw(1e-3)
     model = Model(MOE, one_device_mesh(), XLA, num_tokens=TOKENIZER.num_tokens)
     step = UpdateStep(model, policy_loss(), optimizer, balance_coef=balance_coef)
@@ -227,7 +227,7 @@ def gradient(trajectories, shape, balance_coef=0.5):
 
 @pytest.fixture(scope="module")
 def with_advantages(sampled):
-    """As `pack_all` reads them."""
+    """Return the fields in the format of `pack_all`."""
     return [
         Sequence(
             token_ids=t.token_ids,

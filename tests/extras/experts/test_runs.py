@@ -24,7 +24,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def source(tiny_world, tmp_path_factory):
-    """A model of the world's tokenizer, with four experts a layer."""
+    """A model for the world's tokenizer, with four experts per layer."""
     folder = tmp_path_factory.mktemp("moe")
     tokenizer = tokenizers.Tokenizer.from_file(str(tiny_world / "model" / "tokenizer.json"))
     quickstart_world.write_model(folder, tokenizer, seed=0, num_experts=4)
@@ -71,7 +71,7 @@ def test_the_warm_start_applies_the_balance_loss(tiny_world, source, tmp_path):
 @pytest.mark.slow(instead="extras/experts/test_qwen_moe.py::test_the_sampler_computes_the_same")
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_a_run_and_its_restart(tiny_world, source, tmp_path, is_ahead):
-    """Ahead, recorded experts wait in checkpoints for the next step."""
+    """With prefetching, checkpoints contain the recorded experts of the next step."""
     ahead = {
         "rollout.async_level": 1,
         "loss.correction.level": "sequence",

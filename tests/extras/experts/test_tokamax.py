@@ -1,4 +1,4 @@
-"""Products of experts by kernels for Mosaic: what goes in and out of them, and lowering.
+"""Grouped matmul with Mosaic kernels: inputs, outputs and lowering.
 
 Where tokamax is not installed the tests that need it are skipped; `make test-newest` has it.
 """
@@ -51,7 +51,7 @@ def test_rows_beyond_and_empty_groups_have_no_part(case):
 
 
 def test_tokamax_s_product_in_xla_is_the_same():
-    """Its kernels' dimension numbers, by the implementation that they share a contract with."""
+    """Check the kernels' dimension numbers with an implementation of the same contract."""
     pytest.importorskip("tokamax")
     from tokamax._src.ops.ragged_dot import base
 

@@ -1,4 +1,4 @@
-"""Kernels of attention and experts that are broken, each in its way, and run on a CPU."""
+"""Broken kernels of attention and experts, which run on a CPU."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ def off_by_a_hundredth(out):
 
 
 def one_vector_is_another(out):
-    """One of thousands: all of them together are hardly off."""
+    """Change one vector of thousands, so that the total error is small."""
     return out.at[tuple(size // 3 for size in out.shape[:-1])].multiply(-1)
 
 
@@ -36,7 +36,7 @@ gradient_is_off.defvjp(lambda out: (out, None), lambda _, g: ((g * 1.01).astype(
 
 @jax.custom_vjp
 def does_not_compile(out):
-    """A kernel that was not made for this device."""
+    """Kernel that does not compile on this device."""
 
     def kernel(x_ref, out_ref):
         out_ref[...] = x_ref[...]
@@ -48,7 +48,7 @@ does_not_compile.defvjp(lambda out: (does_not_compile(out), None), lambda _, g: 
 
 
 def runs_out_of_memory(out):
-    """Sorts 64 TiB, which are in memory before the compiler could spare them."""
+    """Sort 64 TiB, which the compiler cannot optimize away."""
     first = jnp.sort(jnp.arange(1 << 24)[:, None] * out.ravel()[0] + jnp.ones((1, 1 << 20)), axis=0)
     return out + 0 * jax.lax.stop_gradient(first)[0, 0].astype(out.dtype)
 
@@ -82,7 +82,7 @@ def product(how):
 
 
 def __getattr__(name):
-    """`train_off_by_a_hundredth` and so on, as a table names them."""
+    """Return a kernel by name, such as `train_off_by_a_hundredth`."""
     for kind in (train, attend_pages, product):
         how = globals().get(name.removeprefix(f"{kind.__name__}_"))
         if name.startswith(f"{kind.__name__}_") and how:

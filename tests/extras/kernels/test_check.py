@@ -1,4 +1,4 @@
-"""Kernels before a run: sound ones pass, broken ones of each kind give way to the next."""
+"""Self-tests: valid kernels pass, and broken kernels of each kind are skipped."""
 
 import re
 import time
@@ -32,7 +32,7 @@ def make_product_trial(dtype):
 
 
 def select(trial, **kernels):
-    """Return the selected kernel and the checks of all that were tried."""
+    """Return the selected kernel and the checks of all kernels that were tried."""
     candidates = {name: lambda kernel=kernel: kernel for name, kernel in kernels.items()}
     return select_kernel(lambda _: [trial], candidates, trial.reference)
 
@@ -55,7 +55,7 @@ def test_each_broken_kernel_gives_way_to_the_sound_one_behind_it():
 
 
 def test_behind_all_stands_xla():
-    """In float32 an error of a hundredth is no rounding."""
+    """In float32, an error of a hundredth cannot be rounding."""
     trial = make_pages_trial(jnp.float32)
     selected = check_broken(trial, "attend_pages", ["off_by_a_hundredth"])
     assert (selected.name, selected.function) == ("xla", XLA.attend_pages)
@@ -82,7 +82,7 @@ def test_a_kernel_whose_library_is_not_installed_gives_way():
 
 @pytest.mark.parametrize("kernels", [attention_gpu, attention_tpu])
 def test_the_kernels_of_accelerators_pass_in_the_interpreter(kernels):
-    """So their own rounding is not taken for a fault."""
+    """Rounding in the kernels themselves is not an error."""
     kernel = partial(kernels.attend_pages, interpret=True)
     selected = select(make_pages_trial(jnp.bfloat16), kernel=kernel)
     assert selected.name == "kernel", selected.kernel_checks
@@ -121,7 +121,7 @@ def scaled(array, part, factor):
 
 
 def with_gradient(part, factor):
-    """The identity, whose gradient is scaled in a part."""
+    """Identity function whose gradient is scaled in a part of the array."""
     same = jax.custom_vjp(lambda x: x)
     same.defvjp(lambda x: (x, None), lambda _, g: (scaled(g, part, factor),))
     return same
@@ -156,7 +156,7 @@ PARTS = [
 
 @pytest.mark.parametrize(("operation", "kernel", "part"), PARTS)
 def test_what_is_wrong_with_a_part_alone_is_found(operation, kernel, part):
-    """Over the whole array it is no more than rounding."""
+    """Over the whole array, the error is as small as rounding."""
     trial = {
         "decode": partial(make_pages_trial, num_queries=1, num_heads=10),
         "read": partial(make_pages_trial, num_heads=10),
@@ -177,7 +177,7 @@ def test_products_of_either_loop_pass():
 
 
 def test_the_trial_has_what_kernels_go_wrong_at():
-    """Rows that are empty, end at a page's edge and share pages; prompts that segments share."""
+    """Trials have empty rows, rows that end at a page boundary, and shared pages and prompts."""
     *_, tables, limits = make_pages_trial(jnp.float32, num_queries=1).arrays
     assert {0, 1, 15, 16, 17} <= set(limits.reshape(-1).tolist())
     live = [set(row[: -(-end // 16)]) for row, end in zip(tables, limits[:, 0], strict=True)]

@@ -1,4 +1,4 @@
-"""The attention kernel for TPUs fetches what rows have, counted from the kernel's own grid.
+"""Pages that the TPU attention kernel fetches, counted from the kernel's grid.
 
 Nothing runs but the simulator of one test: grids and maps of blocks are those of the kernel.
 """
@@ -21,7 +21,7 @@ NUM_ROWS = 256
 
 
 class Heads(NamedTuple):
-    """Sizes of a model on which the cost of attention depends; its cache is bfloat16."""
+    """Sizes of a model that determine the cost of attention; the cache is bfloat16."""
 
     num_heads: int
     num_kv_heads: int
@@ -37,7 +37,7 @@ MODELS = {
 
 
 def long_tailed_lengths(rng):
-    """Lengths of the rows of a batch, about 1,000 tokens on the mean; some rows have stopped."""
+    """Return row lengths of a batch, about 1,000 tokens on average; some rows have stopped."""
     lengths = np.clip(rng.lognormal(np.log(700), 0.85, NUM_ROWS), 64, 8192).astype(int)
     lengths[rng.integers(NUM_ROWS)] = 8192
     lengths[rng.choice(NUM_ROWS, 8, replace=False)] = 0
@@ -45,7 +45,8 @@ def long_tailed_lengths(rng):
 
 
 def random_tables(lengths, rng):
-    """Random pages for rows of such lengths, "no page" behind each row's last."""
+    """Return random block tables for rows of these lengths, with "no page" after each row's last
+    page."""
     counts = -(-lengths // PAGE)
     tables = np.full((len(lengths), max(counts.max(), 1)), counts.sum(), np.int32)
     pages = rng.permutation(counts.sum())
@@ -55,7 +56,7 @@ def random_tables(lengths, rng):
 
 
 def make_spec(heads, tables, limits):
-    """Return the kernel's grid for queries of so many blocks below `limits` `[B, Q]`."""
+    """Return the kernel's grid for queries with `limits` `[B, Q]`."""
     q = jax.ShapeDtypeStruct((*limits.shape, heads.num_heads, heads.head_dim), jnp.bfloat16)
     pages_shape = int(tables.max()) + 1, heads.num_kv_heads, PAGE, heads.head_dim
     pages = jax.ShapeDtypeStruct(pages_shape, jnp.bfloat16)
@@ -100,7 +101,7 @@ def test_prefill_on_a_tpu_fetches_the_past_of_each_block_once(model):
 
 @pytest.mark.parametrize("copies", ["eager", "on_wait"])
 def test_a_kernel_multiplies_no_page_but_live_ones_whenever_copies_come(copies, monkeypatch):
-    """Pages of no row and memory that nothing has written are NaN, in Pallas' simulator of TPUs."""
+    """In Pallas' TPU simulator, unused pages and uninitialized memory are NaN."""
     monkeypatch.setattr(tpu, "STEP_PAGES", 2)
     arrays = random_pages(np.random.default_rng(0), 4, 1, 4, 2, 16, 8, 5)
     _, keys, values, tables, limits = arrays

@@ -1,4 +1,4 @@
-"""The blocks that the backward kernels for Hopper go over: all that hold something, and few more.
+"""Blocks that the backward kernels for Hopper visit: all nonempty blocks, and few others.
 
 The kernels themselves multiply what is in registers, which JAX's interpreter of Mosaic does not
 know yet. They are lowered in `test_tokamax.py`.
@@ -23,7 +23,7 @@ blocks_of_queries = jax.jit(hopper._find_query_blocks, static_argnums=1)
 
 
 def packed(num_queries, num_tokens, shares_prompts):
-    """Four rows padded to whole tiles: what each token reads, for kernels and by pairs, and how."""
+    """Return key ranges, attention mask and kernel config of four rows, padded to full tiles."""
     segment_ids, positions, attention_mask = random_rows(
         np.random.default_rng(0), 4, num_tokens, shares_prompts=shares_prompts
     )
@@ -43,7 +43,7 @@ def settings(num_queries, num_tokens):
 
 
 def by_block(attention_mask, rows, columns):
-    """Tells of each block of queries and one of keys if any pair is read, and if all are."""
+    """For each pair of a query block and a key block, return whether any and all pairs attend."""
     R = len(attention_mask)
     blocks = attention_mask.reshape(R, attention_mask.shape[1] // rows, rows, -1, columns)
     return blocks.any(axis=(2, 4)), blocks.all(axis=(2, 4))

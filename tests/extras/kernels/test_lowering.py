@@ -1,4 +1,4 @@
-"""The kernels for accelerators are lowered as there, on a machine that has none."""
+"""Lowering of the accelerator kernels on a machine without an accelerator."""
 
 import importlib.util
 import itertools
@@ -76,7 +76,7 @@ PROGRAMS = ("decode", "read")
 
 
 def tpu_inputs(program, model, **settings):
-    """Of 256 rows, or of blocks of 2,048 tokens."""
+    """Return inputs of 256 rows, or of blocks of 2,048 tokens."""
     block = prefill_block_tokens("tpu", *HEADS[model][:2])
     sizes = (256, 1) if program == "decode" else (2048 // block, block)
     return page_inputs(*sizes, *HEADS[model], 128, 64, "bfloat16", **settings)
@@ -103,7 +103,8 @@ def test_both_compile_for_a_v6e_splash_attention_with_temporaries_linear_in_toke
 
 
 def main():
-    """Prints bytes of temporaries, by TPU's own compiler: of pages, of 4,096 and 8,192 tokens."""
+    """Print the temporary bytes that the TPU compiler reports for pages, and for 4,096 and 8,192
+    tokens."""
     on_chip = jax.sharding.SingleDeviceSharding(v6e_chip())
     for shape in PAGES:
         jax.jit(tpu.attend_pages).lower(*page_inputs(*shape, sharding=on_chip)).compile()

@@ -1,4 +1,4 @@
-"""Attention over pages on Hopper chips: how work is shared out, parts merged, pages read."""
+"""Paged attention on Hopper: division of work, merging of parts, and pages read."""
 
 import re
 from dataclasses import replace
@@ -29,7 +29,7 @@ def work_of(limits, num_heads):
 
 
 def spans(work, num_heads):
-    """All spans of each program, as the kernel goes over them."""
+    """Return all spans of each program, in the kernel's order."""
     found = []
     for program, (matrix, head, start, num_spans, num_pages, _) in enumerate(work.programs):
         place, own = (matrix, head, start, num_pages), []
@@ -75,7 +75,7 @@ def test_each_page_of_each_key_head_is_read_once_and_no_slot_is_written_twice(se
 
 
 def test_parts_are_merged_to_the_softmax_over_all(monkeypatch):
-    """The test fills the slots that the kernel would; the others are not numbers."""
+    """The test fills the slots that the kernel writes; the other slots are NaN."""
     monkeypatch.setattr(pages_gpu, "NUM_PROGRAMS", 7)
     arrays = random_pages(np.random.default_rng(3), 5, 1, 6, 3, 16, PAGE, 20)
     q, keys, values, tables, limits = arrays
@@ -162,7 +162,7 @@ def test_lowered_for_a_hopper_chip_without_what_is_deprecated(shape):
 
 
 def test_the_sampler_decodes_with_it():
-    """In the sampler's mesh JAX gives shardings to what the kernel computes with, too."""
+    """In the sampler's mesh, JAX also assigns shardings to the kernel's operands."""
     kernels = replace(XLA, past=None, attend_pages=pages_gpu.attend_pages, page_tokens=PAGE)
     decode, arguments = sampler_programs(kernels=kernels, scan_layers=True)["decode"]
     program = lowered_for_gpu(jax.jit(decode), *arguments)

@@ -1,4 +1,4 @@
-"""Attention by tokamax's kernels: its merging against float64, masks and lowering where it is.
+"""Attention with tokamax's kernels: merging against float64, masks and lowering.
 
 Where tokamax is not installed the tests that need it are skipped; `make test-newest` has it.
 """
@@ -35,7 +35,7 @@ def forward_and_backward(**settings):
 
 
 def rounded_inputs(rng, shape, num_kv_heads):
-    """Inputs that bfloat16 holds exactly, in it and in float32."""
+    """Return inputs that bfloat16 represents exactly, in bfloat16 and in float32."""
     short = [jnp.asarray(x, jnp.bfloat16) for x in random_inputs(rng, shape, num_kv_heads)]
     return short, [np.asarray(x, np.float32) for x in short]
 
@@ -89,7 +89,7 @@ def test_another_version_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("which", ["own", "shared", "own of the last"])
 def test_its_masks_are_those_of_the_stand_in(which):
-    """Tokamax's own attention in XLA, with the masks that its kernels get."""
+    """Compare with tokamax's XLA attention, with the masks that the kernels get."""
     pytest.importorskip("tokamax")
     from tokamax._src.ops.attention import base
 

@@ -1,4 +1,4 @@
-"""Where the golden adapters are, and logits of a policy that has one."""
+"""Golden adapters, and logits of a policy with an adapter."""
 
 from functools import partial
 from pathlib import Path

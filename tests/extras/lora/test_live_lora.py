@@ -53,7 +53,7 @@ def transformers_model(folder):
 
 
 def some_adapter(source, names, use_rslora, rng):
-    """An adapter that changes the model much, and its parameters."""
+    """Return an adapter that changes the model substantially, and its parameters."""
     model = read_architecture(source)
     adapter = Adapter(
         model=model,
@@ -96,7 +96,7 @@ def test_peft_computes_what_is_computed_here(source, names, use_rslora, tmp_path
 
 @pytest.mark.parametrize(("source", "names", "use_rslora"), CASES)
 def test_gradients_are_those_of_plain_torch(source, names, use_rslora):
-    """Without PEFT: beside each linear module of transformers stands s (x A) B, written out."""
+    """Without PEFT, s (x A) B is added explicitly to each linear module of transformers."""
     source, rng = GOLDEN / source, np.random.default_rng(1)
     adapter, params = some_adapter(source, names, use_rslora, rng)
     token_ids = rng.integers(0, VOCAB, (2, 17))

@@ -1,4 +1,4 @@
-"""Adapters against PEFT's numbers, their parts by hand, and what is refused."""
+"""Adapters against PEFT's numbers and hand-worked numbers, and rejected adapters."""
 
 import json
 import shutil
@@ -249,7 +249,7 @@ def test_a_tensor_that_nothing_reads_is_refused(folder):
     ],
 )
 def test_an_adapter_names_no_layer_that_it_does_not_have(source, mlp_names, tmp_path):
-    """PEFT takes each module whose name ends as one of `target_modules`."""
+    """PEFT selects each module whose name ends with one of `target_modules`."""
     model = read_architecture(GOLDEN / source)
     adapter = Adapter(model=model, rank=2, alpha=4.0, targets=find_targets(model, ["all-linear"]))
     params = adapter.load_initial_params(MESH, seed=0)
@@ -294,7 +294,7 @@ def test_in_bfloat16_only_what_is_trained_stays_float32():
 
 
 def test_the_base_gets_no_gradient():
-    """What its gradient would take, a third of the update's arithmetic, is not computed."""
+    """The gradient of the base, a third of the update's arithmetic, is not computed."""
     adapter, params, base = loaded("lora_all_linear")
     ids = jnp.arange(32)[None]
     ones = jnp.ones(ids.shape, jnp.float32)

@@ -1,4 +1,4 @@
-"""The update of an adapter: against the gradient of the weights it is merged into; what stays."""
+"""Updates of an adapter: gradients against merged weights, and frozen weights."""
 
 import jax
 import numpy as np
@@ -36,7 +36,7 @@ SETTINGS = {"num_tokens": NUM_TOKENS, "remat": "none", "logits_chunk_tokens": 12
 
 
 def some_adapter(seed=1):
-    """One that changes the model."""
+    """Return an adapter that changes the model."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(
         lambda leaf: 0.1 * rng.standard_normal(leaf.shape, np.float32),
@@ -51,7 +51,7 @@ def adapted_model(base):
 
 
 def test_gradients_are_those_of_merged_weights_whatever_the_packing():
-    """Of the gradient G of W + s A B, A gets s G B', and B gets s A' G."""
+    """If W + s A B has the gradient G, then A has s G B' and B has s A' G."""
     base, params = tiny_params(), some_adapter()
     sequences = random_sequences(LENGTHS)
     loss = policy_loss(loss={"entropy_coef": 0.1}, kl={"coef": 0.2, "anchor": "ref"})
@@ -108,7 +108,7 @@ def test_an_update_changes_the_adapter_alone():
 
 
 def test_with_the_adapter_off_scores_are_those_of_the_base():
-    """B at zero is the base bit for bit, in the program that scores the policy."""
+    """In the scoring program, B = 0 gives the base's scores bit for bit."""
     base = tiny_params()
     packed = pack_all(random_sequences(LENGTHS), WHOLE)
     batch = put_batch(MESH, packed.batch)

@@ -1,4 +1,4 @@
-"""The plan as the command shows it, and as it decides whether a run starts."""
+"""Output of the plan command, and runs that the plan refuses to start."""
 
 import json
 import re
@@ -154,7 +154,7 @@ class TestRefusal:
 class TestCommand:
     @pytest.fixture
     def plan(self, plan, tmp_path):
-        """The same for the default configuration and eight devices, unless flags say otherwise."""
+        """Run the command for the default configuration and eight devices, unless flags differ."""
         body = "from jaxrl.config import default_config\nget_config = default_config\n"
         (tmp_path / "plain.py").write_text(body)
         flags = [f"--config={tmp_path / 'plain.py'}", "--config.model.dtype=bfloat16"]

@@ -1,4 +1,4 @@
-"""What is free of the host's memory, by files as Linux and its control groups have them."""
+"""Free host memory, from files as Linux and its cgroups write them."""
 
 import pytest
 
@@ -9,7 +9,7 @@ MIB = 2**20
 
 @pytest.fixture
 def system(tmp_path):
-    """Writes files under a root, of a system with 8 GiB of which 6 are free."""
+    """Return a function that writes the files of a system with 8 GiB, 6 of them free."""
 
     def write(**files):
         for name, text in files.items():
@@ -23,7 +23,7 @@ def system(tmp_path):
 
 
 def group(folder, *, limit, used, files=0):
-    """The files of a control group, sizes in MiB."""
+    """Return the files of a cgroup; sizes are in MiB."""
     half = files * MIB // 2
     stat = f"anon 5\ninactive_file {half}\nactive_file {half}\n"
     at = f"sys__fs__cgroup__{folder}memory_dot_"

@@ -1,4 +1,4 @@
-"""The plan of memory: against arithmetic by hand, and against the compiler."""
+"""Memory plans against hand-worked numbers and against the compiler."""
 
 import importlib.util
 import json
@@ -32,7 +32,7 @@ from tests.extras.plan.cases import (
 
 @pytest.fixture
 def copies_bfloat16(monkeypatch):
-    """A CPU's compiler that multiplies float32 copies, as with JAX 0.10.2."""
+    """Assume a CPU compiler that multiplies float32 copies, as in JAX 0.10.2."""
     monkeypatch.setattr(memory, "CPU_HAS_BFLOAT16_MATMUL", False)
 
 
@@ -189,7 +189,8 @@ def test_kernels_that_a_run_refuses_are_refused():
 
 
 class TestAgainstTheCompiler:
-    """Argument, output and temporary bytes of the real programs, compiled for shapes alone."""
+    """Compare with argument, output and temporary bytes of the real programs, compiled from
+    shapes."""
 
     def check(self, results):
         assert results
@@ -272,7 +273,7 @@ ADAPTED = {"model.lora.rank": 8, "model.lora.targets": ("q", "down"), "kl.coef":
 
 
 class TestAdapters:
-    """Rank 8 on q, 3584 to 3584, and down, 18944 to 3584, in 28 layers; on one device."""
+    """Rank 8 on q (3584 to 3584) and down (18944 to 3584) in 28 layers, on one device."""
 
     def plan(self, **keys):
         keys = {**ADAPTED, "optimizer.micro_rows": 1, **keys}

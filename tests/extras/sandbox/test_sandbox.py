@@ -1,4 +1,4 @@
-"""Code of a model against the sandboxes: what it may not do, and what is left of it.
+"""Model-written code in the sandboxes: what is denied, and what remains afterwards.
 
 Nothing here runs unconfined. What could harm this machine is tried only where a harmless form of it
 was refused before.
@@ -30,7 +30,7 @@ LIMITS = {"timeout_s": 10.0, "max_memory": 96 * 2**20, "max_output": 20_000}
 
 
 class ChildAlone(BubblewrapTool):
-    """The child without bubblewrap: its limits and its filter of system calls hold alone."""
+    """The child process without bubblewrap; its limits and system-call filter must suffice."""
 
     child = sandbox_child.__file__
 
@@ -75,13 +75,13 @@ def process_tool(tools, request):
 
 
 def is_refused(answer):
-    """An answer that is an error, or says of each try that it was refused."""
+    """Return True if the answer is an error, or reports that each attempt was refused."""
     kind = answer.partition(":")[0]
     return kind.endswith(("Error", "Exception")) or set(answer.split()) == {"refused"}
 
 
 def trying(*lines):
-    """Code that tries each line and says what was refused."""
+    """Return code that tries each line and reports what was refused."""
     return "\n".join(
         f"try:\n    {line}\n    print({line!r})\nexcept BaseException:\n    print('refused')"
         for line in lines
@@ -162,7 +162,7 @@ print(open("d").read(), oct(os.stat("b/a").st_mode), sorted(os.listdir()))
 
 
 def test_there_are_no_more_processes_nor_threads(process_tool):
-    """One fork first: only where it is refused, more are tried."""
+    """Try one fork first; try more only if the first is refused."""
     once = "import os\ntry: os.fork(); print('forked')\nexcept OSError: print('refused')"
     assert process_tool.run(once) == "refused"
     bomb = "import os\nfor _ in range(200):\n    try: os.fork()\n    except OSError: pass\nprint(1)"
@@ -204,7 +204,7 @@ def test_what_all_users_of_a_machine_share_is_not_taken(process_tool):
 
 
 def test_nothing_is_inherited(process_tool):
-    """Neither files that are open here nor what is on the standard input."""
+    """Neither open files nor the standard input are inherited."""
     with tempfile.TemporaryFile() as file:
         os.set_inheritable(file.fileno(), True)
         code = (
@@ -254,7 +254,7 @@ def test_odd_ends(process_tool, code, answer):
 
 
 def processes():
-    """Command lines of what runs here as a sandbox."""
+    """Return the command lines of running sandbox processes."""
     lines = []
     for path in glob.glob("/proc/[0-9]*/cmdline"):
         try:
@@ -339,7 +339,7 @@ ON_THE_SYSTEM = (
 
 
 def state(path):
-    """All of a file's state that a write to it changes."""
+    """Return all parts of a file's state that a write changes."""
     stat = os.stat(path)
     times = (stat.st_mtime_ns, stat.st_ctime_ns)
     return stat.st_mode, stat.st_uid, stat.st_gid, *times, os.listxattr(path)
@@ -347,7 +347,7 @@ def state(path):
 
 @pytest.fixture
 def as_root(tools, monkeypatch):
-    """A sandbox that root starts, and a folder of the host's, open to all, that it sees."""
+    """A sandbox started by root, and a world-writable folder of the host that the sandbox sees."""
     if not sandbox._is_host_root():
         pytest.skip("needs a process that is the system's administrator")
     tools("bubblewrap")
@@ -366,7 +366,7 @@ def as_root(tools, monkeypatch):
 
 
 def change_child(monkeypatch, folder, old, new):
-    """Run a copy of the child in which `new` stands for `old`."""
+    """Run a copy of the child in which `new` replaces `old`."""
     with open(sandbox_child.__file__) as file, open(os.path.join(folder, "child.py"), "w") as copy:
         text = file.read()
         assert text.count(old) == 1

@@ -1,4 +1,4 @@
-"""Actions on signs in runs: going back is other draws and half the rate, also after a kill."""
+"""Reactions to signs in runs: a rollback changes the samples and halves the learning rate."""
 
 import contextlib
 import dataclasses
@@ -36,7 +36,7 @@ pytestmark = [
 
 
 def judge(record, state, *, step, since, always=False):
-    """Dislikes one step while the rate is the first one."""
+    """Detector that raises a sign at one step while the learning rate is the initial rate."""
     number = state.get("number", 0) + 1
     is_bad = number == step and (always or record["actor/lr_scale"] == 1.0)
     signs = [Sign(name="bad", text="The test says so.", since=since)] if is_bad else []
@@ -91,7 +91,7 @@ def apply_rollback(tiny_world, warm_model, quick_compilation, tmp_path_factory):
 
 
 def numbers(workdir, name="metrics.jsonl"):
-    """By step, the records without clocks and without the watch's own."""
+    """Return the records by step, without timings and the watch's metrics."""
     lines = [json.loads(line) for line in (workdir / name).read_text().splitlines()]
     clocks = ("timing_s/", "perf/", "sentinel/", "actor/lr_scale")
     return {
@@ -162,7 +162,7 @@ def test_what_was_given_up_is_spent_all_the_same(plain, apply_rollback):
 
 
 def copy_of(run, tmp_path, *, steps):
-    """A run's folder with these checkpoints alone."""
+    """Return a run's folder with only these checkpoints."""
     workdir = tmp_path / "copy"
     shutil.copytree(run, workdir)
     for checkpoint in (workdir / "checkpoints").iterdir():
@@ -213,7 +213,7 @@ def test_decisions_go_with_the_checkpoints_of_their_run(apply_rollback, tmp_path
 
 
 class Values:
-    """Checkpoints of which only the values of evaluations are asked."""
+    """Checkpoint manager that only returns evaluation scores."""
 
     def __init__(self, values):
         self.scores = lambda: values
@@ -269,7 +269,7 @@ def test_a_lower_rate_changes_what_follows_alone(plain, tiny_world, warm_model, 
 def test_a_sampler_that_keeps_old_weights_is_named(
     tiny_world, warm_model, tmp_path, monkeypatch, capsys
 ):
-    """From step 8 on the sampler gets the same weights again and again."""
+    """From step 8 on, the sampler always gets the same weights."""
     config = make(
         tiny_world,
         warm_model,

@@ -1,4 +1,4 @@
-"""Each sign by hand, at its bound, and none of them in steps that are as usual."""
+"""Each sign at its bound, by hand, and no signs in healthy steps."""
 
 import dataclasses
 import math
@@ -23,7 +23,7 @@ FOUND = Turn(text="<search>q</search>", tool_call="q", observation="the answer i
 
 
 def step_groups(seed, *, num_tasks=16, size=4, right=0.5, length=22):
-    """Groups of a healthy step: right and wrong answers, all sampled ids different."""
+    """Return the groups of a healthy step: right and wrong answers, different sampled ids."""
     rng = np.random.default_rng(seed)
     trajectories = []
     for task in range(num_tasks):
@@ -54,7 +54,7 @@ def step_groups(seed, *, num_tasks=16, size=4, right=0.5, length=22):
 
 
 def with_advantages(groups):
-    """The reward less its group's mean."""
+    """Return each reward minus its group's mean."""
     means = [np.mean([t.reward for t in group.scored_trajectories]) for group in groups]
     return replace_fields(
         groups,
@@ -67,7 +67,7 @@ def with_advantages(groups):
 
 
 def play(steps, change=lambda step, groups: groups, record=lambda step: {}):
-    """Names of the signs by step, from 1."""
+    """Return the names of the signs at each step, from 1."""
     watched, found = WatchState(), {}
     for step in range(1, steps + 1):
         groups = change(step, step_groups(step))
@@ -111,7 +111,7 @@ def test_what_the_update_measures_at_its_bounds(record, name, first):
 
 
 def all_of(**fields):
-    """Every trajectory with some fields changed."""
+    """Return the groups with some fields of every trajectory changed."""
 
     def change(groups):
         changed = [
@@ -252,7 +252,8 @@ def test_the_reward_fell_since_its_best():
 
 def test_samples_that_are_the_same_by_chance_are_no_twins():
     def sure(step, groups):
-        """Two answers only, the likelier at 0.9: alike nine times in ten, told by the logprobs."""
+        """With two answers of probability 0.9 and 0.1, samples are often identical; logprobs
+        explain it."""
         rng = np.random.default_rng(step)
         return grouped(
             dataclasses.replace(
