@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -45,9 +42,6 @@ segment's first tokens nearly cancel. With 8 pieces, errors in late keys are bar
 MIN_RELATIVE_NORM = 0.01
 """Minimum norm of a piece, relative to the average. Pieces below it are zero or close to zero."""
 
-SLOW_CHECK_S = 120.0
-"""Seconds after which a running check logs a warning that it may hang."""
-
 NO_AUTOTUNE_OPTIONS: dict[str, str | bool] = {
     "xla_gpu_autotune_level": "0",
     "xla_gpu_enable_triton_gemm": False,
@@ -66,8 +60,7 @@ def select_kernel(
     kernel_checks: list[KernelCheck] = []
     for name, load in candidates.items():
         for trial in make_trials(name):
-            with _warn_when_slow(trial, name):
-                is_sound, finding = _check_kernel(trial, load)
+            is_sound, finding = _check_kernel(trial, load)
             if distributed.any_process(not is_sound) and is_sound:
                 is_sound, finding = False, "fails in another process of this run"
             check = KernelCheck(
@@ -85,26 +78,6 @@ def select_kernel(
                 "which selects the next kernel that passes, or to 'xla'."
             )
     return SelectedKernel(name="xla", function=reference, kernel_checks=tuple(kernel_checks))
-
-
-@contextlib.contextmanager
-def _warn_when_slow(trial: Trial, kernel: str) -> Iterator[None]:
-    def warn() -> None:
-        print(
-            f"warning: {trial.operation}: the check of {kernel} is still running after "
-            f"{SLOW_CHECK_S:.0f} s. A kernel that hangs cannot be stopped: if this continues, end "
-            "the run and set config.model.attention or config.model.experts to 'xla'.",
-            file=sys.stderr,
-            flush=True,
-        )
-
-    timer = threading.Timer(SLOW_CHECK_S, warn)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def _run_trial(
