@@ -1,8 +1,7 @@
 """Pool of agent processes: replaces processes that exit or hang, and stops with the run.
 
 Agents that exceed their deadline are stopped. A program is killed with all processes that it
-started. A synchronous function cannot be killed, so its thread is abandoned. A process with many
-abandoned threads gets no new episodes, and is killed once its other episodes have ended.
+started. A synchronous function cannot be killed, so its thread continues.
 """
 
 from __future__ import annotations
@@ -32,9 +31,6 @@ LOAD_TIMEOUT_S = 120.0
 
 STOP_TIMEOUT_S = 15.0
 """Seconds after which a process that has not reported a stopped episode is killed."""
-
-MAX_ABANDONED = 32
-"""Number of abandoned threads at which a process gets no new episodes."""
 
 _MAX_OUTPUT_BYTES = 1 << 13  # bytes of output to keep
 _EXIT_TIMEOUT_S = 5.0
@@ -79,7 +75,6 @@ class AgentProcess(ChildProcess):
     Attributes:
         folder: Temporary folder. Its name marks all processes that the agents start.
         episodes: Monotonic time at which each episode was stopped, by name; 0 while it is running.
-        num_abandoned: Number of abandoned agents that still run.
         is_ready: True if the agent is loaded and the process accepts episodes.
     """
 
@@ -91,7 +86,7 @@ class AgentProcess(ChildProcess):
         """
         self.folder = tempfile.mkdtemp(prefix="jaxrl-agents-")
         self.episodes: dict[str, float] = {}
-        self.num_abandoned, self.is_ready = 0, False
+        self.is_ready = False
         try:
             env = {**env, FOLDER_VARIABLE: self.folder}
             super().__init__(command, what=what, stderr=subprocess.PIPE, env=env)
@@ -192,7 +187,7 @@ class AgentProcesses:
             ValueError: No process can be started.
         """
         with self._lock:
-            usable = [p for p in self._processes if p.is_ready and p.num_abandoned < MAX_ABANDONED]
+            usable = [process for process in self._processes if process.is_ready]
             if len(usable) < self._num_processes:
                 usable.append(self._start())
             process = min(usable, key=lambda process: len(process.episodes))
@@ -208,13 +203,12 @@ class AgentProcesses:
                     process.send({"stop": name})
 
     def kill_unresponsive(self) -> None:
-        """Kill unresponsive processes, and full processes with only abandoned threads."""
+        """Kill processes that have not reported a stopped episode."""
         now = time.monotonic()
         with self._lock:
             for process in self._processes:
-                is_full = process.num_abandoned >= MAX_ABANDONED and not process.episodes
                 stop_times = [time for time in process.episodes.values() if time]
-                if is_full or any(now - time > STOP_TIMEOUT_S for time in stop_times):
+                if any(now - time > STOP_TIMEOUT_S for time in stop_times):
                     process.kill()
 
     def close(self) -> None:
@@ -262,7 +256,6 @@ class AgentProcesses:
                 message = process.readline()
                 name = message["episode"]
                 with self._lock:
-                    process.num_abandoned = message["num_left"]
                     process.episodes.pop(name, None)
                 self._on_end(name, message.get("reward"), message.get("error", ""))
         except Exception as error:

@@ -25,7 +25,7 @@ import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ PARENT_POLL_S = 1.0
 """Seconds between checks that the parent process is alive."""
 
 CANCEL_TIMEOUT_S = 5.0
-"""Seconds after which a stopped agent that has not ended is abandoned."""
+"""Seconds after which a stopped agent that has not ended is reported as ended."""
 
 FOLDER_VARIABLE = "JAXRL_AGENTS_FOLDER"
 """Environment variable that marks all processes of this process's agents."""
@@ -100,12 +100,7 @@ async def _run_in_thread(call: Callable[[], Any]) -> Any:
         except BaseException as error:  # an asyncio task cannot raise StopIteration, for example
             raise RuntimeError(_describe_error(error)) from None
 
-    future = _threads.submit(call_and_wrap_errors)
-    try:
-        return await asyncio.wrap_future(future)
-    except asyncio.CancelledError:
-        _abandoned.append(future)
-        raise
+    return await asyncio.wrap_future(_threads.submit(call_and_wrap_errors))
 
 
 def wrap_program(command: list[str], folder: str) -> RunAgent:
@@ -190,7 +185,6 @@ _LIBRARIES = tuple(
 )
 _threads = ThreadPoolExecutor(1 << 20)  # effectively unlimited, so no call waits
 _process_groups: set[int] = set()  # process groups of programs
-_abandoned: list[Future[Any] | asyncio.Task[Any]] = []  # agents that ignored a stop
 
 
 def _kill_all(group: int, marker: str) -> None:
@@ -266,15 +260,12 @@ class Episodes:
         task.add_done_callback(functools.partial(self._handle_done, name))
 
     def stop(self, name: str) -> None:
-        """Cancel an episode; abandon it after `CANCEL_TIMEOUT_S` seconds."""
+        """Cancel an episode, and report its end after at most `CANCEL_TIMEOUT_S` seconds."""
         if task := self._tasks.get(name):
             task.cancel()
-            asyncio.get_running_loop().call_later(CANCEL_TIMEOUT_S, self._abandon, name, task)
-
-    def _abandon(self, name: str, task: asyncio.Task[Any]) -> None:
-        if not task.done():
-            _abandoned.append(task)
-            self._report_end(name, {"error": STOPPED})
+            outcome = {"error": STOPPED}
+            loop = asyncio.get_running_loop()
+            loop.call_later(CANCEL_TIMEOUT_S, self._report_end, name, outcome)
 
     def _handle_done(self, name: str, task: asyncio.Task[Any]) -> None:
         try:
@@ -290,9 +281,8 @@ class Episodes:
             self._report_end(name, {"error": text})
 
     def _report_end(self, name: str, outcome: Mapping[str, Any]) -> None:
-        if self._tasks.pop(name, None) is not None:  # else it was abandoned
-            num_abandoned = sum(not call.done() for call in _abandoned)
-            self._send({"episode": name, "num_left": num_abandoned, **outcome})
+        if self._tasks.pop(name, None) is not None:  # otherwise, its end was reported
+            self._send({"episode": name, **outcome})
 
 
 async def main(agent: Mapping[str, Any], input_pipe: Any, output_pipe: Any) -> None:

@@ -114,22 +114,6 @@ def test_subprocesses_of_a_function_have_an_empty_input(play):
     assert sorted(ended.get(timeout=60) for _ in "ab") == [("a", [0, ""], ""), ("b", [0, ""], "")]
 
 
-def test_a_process_with_many_hanging_threads_is_replaced(play, monkeypatch, tmp_path):
-    monkeypatch.setattr(processes, "MAX_ABANDONED", 2)
-    agents, ended = play("plays")
-    agents.start_episode(episode("first", "a"))
-    first = ended.get(timeout=60)[1][4]
-    for name in ("b", "c"):
-        agents.start_episode(episode(name, f"{tmp_path}/{name} hangs"))
-        assert until((tmp_path / f"{name} hangs").exists)
-        agents.stop(name)
-        assert ended.get(timeout=60) == (name, None, "it was stopped")
-    agents.start_episode(episode("last", "d"))
-    assert ended.get(timeout=60)[1][4] != first
-    agents.kill_unresponsive()
-    assert until(lambda: is_gone(first))
-
-
 def test_a_process_that_ignores_a_stop_is_killed(play, monkeypatch, tmp_path):
     monkeypatch.setattr(processes, "STOP_TIMEOUT_S", 0.5)
     agents, ended = play("blocks")
