@@ -1,4 +1,4 @@
-"""Resolution of a model's architecture, and the auxiliary arrays that one declares."""
+"""Resolution of a model's architecture, and auxiliary arrays of architectures."""
 
 import json
 from dataclasses import dataclass

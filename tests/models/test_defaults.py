@@ -70,7 +70,7 @@ def read(family, fields):
 
 
 def wanted(family, fields):
-    """Return what transformers reads, by our names."""
+    """Return the values that transformers loads, under jaxrl's names."""
     theirs = CONFIG_MAPPING[family](**copy.deepcopy(fields))
     if family == "bert":
         names = {
@@ -168,7 +168,7 @@ def test_missing_fields_have_the_defaults_of_transformers(family):
 
 
 def test_published_spelling_of_a_model_with_images():
-    """The decoder's fields next to the others, as in the config.json of Qwen2.5-VL."""
+    """The config.json of Qwen2.5-VL has the decoder's fields at the top level."""
     nested = FAMILIES["qwen2_5_vl"]
     flat = {**nested, **nested["text_config"]}
     del flat["text_config"]

@@ -26,7 +26,7 @@ NAMES = [
 
 
 def load_golden(name):
-    """Return a model, its parameters, and what transformers computes."""
+    """Return a model, its parameters, and the values that transformers computes."""
     folder = GOLDEN / name
     return read_architecture(folder), load_hf(folder), dict(np.load(folder / "golden.npz"))
 

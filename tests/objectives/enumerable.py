@@ -1,6 +1,6 @@
-"""A world so small that every group of samples can be listed, with its probability.
+"""A small world in which all groups of samples and their probabilities can be listed.
 
-An expectation is then a finite sum, exact to rounding: no sampling and no tolerance for chance.
+Expectations are finite sums, so tests need neither sampling nor statistical tolerances.
 """
 
 import itertools

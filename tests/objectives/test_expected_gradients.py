@@ -1,4 +1,4 @@
-"""What each estimator estimates, by summing over every group of samples there is."""
+"""Expected gradients of estimators, summed over all possible groups of samples."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""Gradients that are not plain differentiation of the value, in float64."""
+"""Gradients that differ from the derivative of the loss value, in float64."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Reductions of metrics by hand: two micro-batches of two rows, then two updates."""
+"""Reductions of metrics over two micro-batches of two rows, then over two updates."""
 
 import jax
 import jax.numpy as jnp

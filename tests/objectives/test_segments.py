@@ -26,7 +26,7 @@ def test_three_rows_by_hand():
 
 @st.composite
 def segments(draw):
-    """Contiguous segments with gaps, ids unique; and values whose sums are exact."""
+    """Return contiguous segments with unique ids and gaps, and values with exact sums."""
     ids = np.zeros((ROWS, LENGTH), np.int32)
     numbers = iter(draw(st.permutations([*range(1, ROWS * LENGTH), 2**31 - 1])))
     for row in ids:

@@ -42,14 +42,14 @@ def note(body):
 
 
 def noting_env():
-    """An observation, a turn without one, another observation, the end."""
+    """Return an environment that gives an observation, none, another observation, then the end."""
     over = StepResult(outcome=Outcome.ANSWERED)
     return ScriptedEnv(STOPS, script(note("ok"), StepResult(), note("ok!"), over))
 
 
 @functools.cache
 def player(num_rows):
-    """Compiling is slow, so engines are shared; each test sets the weights."""
+    """Return a cached player, because compiling is slow. Tests set its weights."""
     shared = Player(SMALL, TOKENIZER, STOPS, num_rows=num_rows, kinds=KINDS)
     if num_rows > 4:
         shared.engine.row_sizes = shared.engine.row_sizes[-1:]
@@ -69,7 +69,7 @@ def score(params, micro, temperature):
 
 
 def assert_scores_agree(trajectories, params, *, temperature):
-    """Check that the trainer, which packs trajectories in rows, has the sampler's numbers."""
+    """Check that the trainer, with packed rows, computes the sampler's numbers."""
     shape = BatchShape(num_micro=1, micro_rows=16, row_tokens=128)
     packed = pack(trajectories, np.zeros(len(trajectories)), shape)
     micro = jax.tree.map(lambda x: x[0], packed.batch)
@@ -85,7 +85,7 @@ def assert_scores_agree(trajectories, params, *, temperature):
 
 
 def same_samples(first, second, *, tolerance=0.0):
-    """Return True if the tokens agree; then check that the logprobs agree too."""
+    """Return whether the tokens agree. If so, check that the logprobs agree."""
     for a, b in zip(first, second, strict=True):
         if a.token_ids.tolist() != b.token_ids.tolist():
             return False

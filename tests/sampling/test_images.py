@@ -24,7 +24,7 @@ TURN = 5  # tokens sampled before an observation
 
 
 def build_engine(name="qwen2_5_vl", **settings):
-    """Build an engine with few pages, so that requests are preempted, and images of one request."""
+    """Build an engine with few pages, so that requests are preempted."""
     sizes = {"num_rows": 4, "num_pages": 8, "max_prompt_tokens": 64, "max_total_tokens": 96}
     return Engine(
         golden(name)[0],
@@ -41,7 +41,7 @@ shared_engine = cache(build_engine)
 
 
 def play(engine, params, requests, observations=()):
-    """Return ids of each request, which were sampled, and the logprobs of those sampled."""
+    """Return the ids of each request, a mask of sampled ids, and their logprobs."""
     engine.set_weights(params)
     numbers = engine.submit(requests)
     ids = [list(request.prompt_ids) for request in requests]

@@ -138,7 +138,7 @@ def test_top_p_of_five_tokens_by_hand(top_p, is_kept):
 
 
 def slow_top_p(weights, top_p):
-    """Return which tokens of one row are kept, by sorting; sums of these weights are exact."""
+    """Return a mask of the kept tokens of one row, computed by sorting; sums are exact."""
     goal = float(top_p) * float(weights.sum())
     mass = 0.0
     for weight in sorted(weights, reverse=True):

@@ -1,4 +1,4 @@
-"""The programs that the sampler compiles for the shipped configurations, and pages it reads."""
+"""Programs that the sampler compiles for the shipped configurations, and the pages they read."""
 
 from functools import partial
 

@@ -61,7 +61,7 @@ OBSERVATION = SEARCH_R1.render_observation(FOUND)
 
 @pytest.fixture(scope="module")
 def players():
-    """Players by tokenizer: tags are one token each, or several that include their neighbors."""
+    """Players by tokenizer; tags are single tokens, or several that merge with adjacent text."""
     return {
         name: Player(CONFIG, toy_tokenizer(*merges), SEARCH_R1.stop_strings, num_rows=1)
         for name, merges in {"whole": WHOLE, "split": SPLIT}.items()

@@ -1,4 +1,4 @@
-"""When the environment's replies enter, and rollouts that are interrupted or continued."""
+"""The order of the environment's replies, and interrupted and continued rollouts."""
 
 import dataclasses
 import gc
@@ -33,7 +33,7 @@ NOTE = StepResult(observation=Observation(prefix="[", body="ok", suffix="]"))
 
 
 class SlowEnv(ScriptedEnv):
-    """Environment with two observations and the end, whose calls take random times."""
+    """Environment whose calls take random times: two observations, then the end."""
 
     def __init__(self, stops, longest_s=0.0, seed=0):
         super().__init__(stops, script(NOTE, NOTE, StepResult(outcome=Outcome.ANSWERED)))
@@ -63,7 +63,7 @@ def play(player, env, **settings):
 
 @pytest.fixture(scope="module")
 def expected(player):
-    """The samples of one schedule."""
+    """Return the samples of one schedule."""
     actual = play(player, SlowEnv(STOPS), schedule=ReplySchedule(lag_chunks=1))
     assert max(len(trajectory.turns) for trajectory in actual) == 3
     return actual
@@ -345,7 +345,7 @@ def test_continued_groups_have_the_tokens_of_an_undivided_rollout(player, schedu
 
 
 def test_each_token_has_the_version_of_the_weights_that_drew_it(player):
-    """The tokens of version 0 equal the tokens of a rollout with only these weights."""
+    """Tokens of version 0 equal those of a rollout that only has the weights of version 0."""
     schedule = ReplySchedule(lag_chunks=1)
     params = (PARAMS, LATER, PARAMS, LATER)
     groups, _ = play_in_steps(player, SlowEnv(STOPS), schedule, max_unfinished=4, params=params)

@@ -9,7 +9,7 @@ TAGS = ("</search>", "</answer>")
 
 
 def find_hit(automaton, ids):
-    """Run the automaton; return the index of the first token that hits, or None."""
+    """Run the automaton; return the index of the first token that completes a stop string."""
     state = 0
     for index, token in enumerate(ids):
         if automaton.is_hit[state, token]:
@@ -19,7 +19,7 @@ def find_hit(automaton, ids):
 
 
 def search(vocab, stops, ids):
-    """Do the same by plain search in everything read so far."""
+    """Return the same index with a plain search in all bytes so far."""
     data = b""
     for index, token in enumerate(ids):
         data += vocab[token]

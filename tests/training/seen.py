@@ -49,7 +49,7 @@ def sequence(seed, parts, prompt_parts):
 
 @cache
 def sequences():
-    """Return a group of three, one with an image of a tool; text alone; one with other images."""
+    """Return five sequences: three share a prompt with images, one has only text."""
     first, second, later = draw(0, 4, 6), draw(1, 10, 4), draw(2, 2, 4)
     different = draw(3, 4, 6)
     prompt = [4, first, 3, second, 2]

@@ -1,4 +1,4 @@
-"""Filters and resampling on trajectories made by hand; the sampler is a table."""
+"""Filters and resampling of fixed trajectories, which a table returns as the sampler."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ method_with = partial(helpers.method_with, **{"rollout.tasks_per_step": 2, "roll
 
 
 def make_member(is_correct, *, sample=0, reward=None, **fields):
-    """Return a trajectory that is right, wrong, or (None) an environment error."""
+    """Return a right or wrong trajectory, or an environment error (None)."""
     if is_correct is None:
         return make_failure(sample_index=sample)
     reward = float(is_correct) if reward is None else reward
@@ -54,7 +54,7 @@ class Sampler:
 
 
 def make_sampler(*groups):
-    """Return a sampler of groups by their members' correctness; a tuple has one per attempt."""
+    """Return a sampler of groups with the given correctness; a tuple has one value per attempt."""
     by_attempt = [group if isinstance(group, tuple) else (group,) for group in groups]
     return Sampler(
         [
@@ -267,7 +267,7 @@ def test_resampling_waits_for_the_late_stage():
 
 @pytest.mark.parametrize(("size", "taken"), [(4, 2), (1, 1)])
 def test_the_survivor_of_failures_is_no_group_of_one(size, taken):
-    """The only survivor of four has no advantage; groups of configured size 1 are all kept."""
+    """A single survivor of four has no advantage; groups with a configured size of 1 are kept."""
     sample = make_sampler([1, None, None, None][:size], [1, 0, None, None])
     changes = {"rollout.tasks_per_step": 1, "rollout.group_size": size}
     assert run(sample, **{"filter.name": "varied"}, **changes).num_tasks_taken == taken

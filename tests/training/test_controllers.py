@@ -1,4 +1,4 @@
-"""Controllers by hand: each state, its update in a step, and its checkpoint."""
+"""Controllers: states, their updates in a step, and their checkpoints."""
 
 import dataclasses
 import json
@@ -460,7 +460,7 @@ def test_kl_budgets_by_hand():
 
 
 def make_stats(task, *verdicts):
-    """Return the statistics of a group that is right, wrong, or (None) environment errors."""
+    """Return the statistics of a group with these verdicts; None is an environment error."""
     members = [
         make_failure(sample_index=i)
         if verdict is None

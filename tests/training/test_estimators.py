@@ -1,4 +1,4 @@
-"""Estimators by name on trajectories made by hand; environment errors count for nothing."""
+"""Named estimators with fixed trajectories; environment errors have no effect."""
 
 import dataclasses
 from functools import cache
@@ -28,7 +28,7 @@ def build_estimator(name, changes):
 
 
 def estimate(name, trajectories, step=0, k=4, **changes):
-    """Return advantages by name, for a batch filled up with environment errors."""
+    """Return the advantages of a named estimator, for a batch padded with environment errors."""
     rest = make_failures(task_number=99, count=NUM_TRAJECTORIES - len(trajectories))
     groups = grouped([*trajectories, *rest])
     changes = {"advantage.pass_at_k.k": k, **changes}
@@ -39,7 +39,7 @@ def estimate(name, trajectories, step=0, k=4, **changes):
 
 
 def judged(verdicts, task_number=0, entropy=0.5):
-    """Return trajectories of these verdicts, with rewards that would say the opposite."""
+    """Return trajectories with the given verdicts, and rewards that suggest the opposite."""
     members = [
         make_trajectory(reward=1.0 - right, task_number=task_number, sample_index=i)
         for i, right in enumerate(verdicts)
@@ -141,13 +141,13 @@ def draw_groups(seed):
 
 
 def without_failures(groups):
-    """Return the groups without failures; groups that have no member left are dropped."""
+    """Return the groups without failures, dropping groups that contain only failures."""
     left = [Group(trajectories=tuple(group.scored_trajectories)) for group in groups]
     return [group for group in left if group.trajectories]
 
 
 def padded(groups):
-    """Return the groups with a failed one behind them: batches of one shape compile once."""
+    """Append a failed group, so that batches have the same shape and compile once."""
     count = SIZE * NUM_GROUPS - len(flatten_groups(groups))
     rest = [make_failure(task_number=99, sample_index=i) for i in range(count)]
     return [*groups, *([Group(trajectories=tuple(rest))] if rest else [])]
@@ -169,7 +169,7 @@ def test_advantages_are_those_of_the_group_that_is_left(name):
 
 
 def test_random_subsets_hold_no_failure():
-    """Only failures are right here: a subset with one of them would pass."""
+    """Only failures are correct, so a subset that includes a failure would pass."""
     estimate = estimator(**{"advantage.name": "pass_at_k_bootstrap", "advantage.pass_at_k.k": 2})
     groups = draw_groups(0)
     wrong = replace_fields(groups, is_correct=[not t.is_scored for t in flatten_groups(groups)])
@@ -234,7 +234,7 @@ def test_tokens_are_counted_by_turn():
 
 
 def test_a_user_estimator_is_traced_again(tmp_path, monkeypatch):
-    """Functions that the estimator calls may have been edited and reloaded between two runs."""
+    """Functions that the estimator calls may change and be reloaded between two runs."""
     (tmp_path / "share.py").write_text("OF_REWARD = 1.0")
     (tmp_path / "shared.py").write_text(
         "import share\n\ndef advantage(rewards):\n    return share.OF_REWARD * rewards\n"

@@ -1,4 +1,4 @@
-"""Packing and the update with images: every way to pack is one computation."""
+"""Packing and updates with images; results do not depend on the packing."""
 
 import dataclasses
 

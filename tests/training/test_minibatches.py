@@ -40,7 +40,7 @@ method_with = partial(
 
 
 def tagged(kind):
-    """Return values that identify the trajectory and the token they belong to."""
+    """Return values that identify their trajectory and token."""
     return [
         kind * 10_000 + index * 100 + np.arange(length, dtype=np.float32)
         for index, length in enumerate(LENGTHS)

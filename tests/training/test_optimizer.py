@@ -1,4 +1,4 @@
-"""Learning rates and AdamW by hand."""
+"""Learning rates and AdamW, compared with plain arithmetic."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What changes a reward, on trajectories made by hand: abstentions, length, divergence, entropy."""
+"""Changes of rewards by abstentions, lengths, divergences and entropies."""
 
 import dataclasses
 

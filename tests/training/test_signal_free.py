@@ -1,6 +1,6 @@
-"""Updates with and without the trajectories that have no signal: the same step, the same numbers.
+"""Updates that skip trajectories without a signal compute the same numbers.
 
-Whatever such a trajectory adds to a loss, a gradient or a metric has to be there either way.
+Losses, gradients and metrics still include the terms of skipped trajectories.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ method_with = partial(
 
 
 def pulling_loss(logprobs, old_logprobs, advantages, loss_mask, *, pull=0.3):
-    """A user loss that has a gradient where there is no advantage, too."""
+    """A user loss that has gradients even for advantages of 0."""
     loss = jnp.where(loss_mask, -advantages * logprobs + pull * logprobs**2, 0.0)
     return PolicyLoss(loss, {"pull": jnp.where(loss_mask, logprobs**2, 0.0)})
 
@@ -76,7 +76,7 @@ def put_params(model, seed):
 
 
 def groups_of(advantages, method):
-    """Four groups; one of their members is an environment error."""
+    """Four groups; one trajectory is an environment error."""
     members = trajectories()
     if method.replays:
         rng = np.random.default_rng(5)

@@ -1,4 +1,4 @@
-"""The update step against plain arithmetic over whole trajectories, and what must not change it."""
+"""The update step compared with plain arithmetic, and settings that must not change it."""
 
 import gc
 import math
@@ -126,7 +126,7 @@ def padded(values, fill=0):
 
 
 def by_rows(sequences):
-    """Return the sequences side by side, one per row, for the plain arithmetic only."""
+    """Return the sequences, one per row, for the plain arithmetic."""
     names = ("token_ids", "loss_mask", "old_logprobs", "ref_logprobs")
     arrays = {name: padded([getattr(s, name) for s in sequences]) for name in names}
     return {**arrays, "advantages": np.array([[s.advantage] for s in sequences], np.float32)}
@@ -169,7 +169,10 @@ def plain_gradient(variant):
 
 @pytest.fixture(scope="module")
 def plain():
-    """Plain gradients of each variant. Parameters stay on the host, so that each compiles once."""
+    """Plain gradients by variant.
+
+    Parameters stay on the host, so that each variant compiles once.
+    """
     compiled = {name: plain_gradient(variant) for name, variant in VARIANTS.items()}
 
     def gradient(name, params, rows, weights):
@@ -190,7 +193,7 @@ def gradients():
 
 @jax.jit
 def plain_logprobs(params, token_ids):
-    """Return the logprobs `[N, L]` of sequences side by side, from all their logits."""
+    """Return the logprobs `[N, L]` of sequences, computed from all logits."""
     temperature = VARIANTS[ALL_TERMS].temperature
     score = lambda ids: dense_logprobs(params, TINY, ids, temperature=temperature)[0]  # noqa: E731
     return jax.vmap(score)(token_ids)
@@ -202,7 +205,7 @@ def plain_scores(params, sequences):
 
 @pytest.fixture(scope="module")
 def sequences(params):
-    """Trajectories of old and reference policies near the current one, some out of clip range."""
+    """Trajectories of old and reference policies near the current policy, some clipped."""
     rng = np.random.default_rng(3)
     sequences = random_sequences(LENGTHS)
     noisy = []
@@ -523,8 +526,7 @@ def test_new_objects_of_equal_settings_compile_nothing(params, sequences):
 
 
 def test_a_user_loss_shares_no_programs():
-    """Functions that the loss calls may have been edited and reloaded, which the loss does not
-    show."""
+    """Functions that the loss calls may change and be reloaded, while the loss stays the same."""
     assert method_with(
         **{"loss.name": "tests.training.test_signal_free.pulling_loss"}
     ).loss_has_user_code

@@ -1,4 +1,4 @@
-"""Counters of trajectories made by hand, their sums, and the budget."""
+"""Usage counters of trajectories, their sums, and the budget."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ CALLS = (
 
 
 def with_calls(*calls, length=9, inserted=3):
-    """Return a trajectory of two prompt tokens, some inserted ones and sampled ones."""
+    """Return a trajectory with two prompt tokens, inserted tokens and sampled tokens."""
     turns = (Turn(text="x", tool_call="x", observation="y", records=calls), ANSWER)
     trajectory = make_trajectory(turns=turns, length=length)
     mask = trajectory.loss_mask.copy()
@@ -97,7 +97,7 @@ def test_usage_adds_up(groups, cut):
 
 
 def without_cost(stats):
-    """Return the usage without the float, whose sums round."""
+    """Return the usage without its float, because sums of floats are rounded."""
     return dataclasses.replace(stats, usage=dataclasses.replace(stats.usage, cost=0.0))
 
 

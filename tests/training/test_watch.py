@@ -1,4 +1,4 @@
-"""Signs of a step: which are acted on, where a run goes back to, and what a function may return."""
+"""Signs of a step: actions, the checkpoint to return to, and valid results of a watch."""
 
 import pytest
 

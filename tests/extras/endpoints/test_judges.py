@@ -22,7 +22,7 @@ PROMPT = (
 
 @pytest.fixture
 def server():
-    """Start an endpoint that answers requests by a script, and scores 7 after its end."""
+    """Start an endpoint with scripted replies, which then answers with a score of 7."""
     script = []
 
     def answer(request):

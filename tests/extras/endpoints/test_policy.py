@@ -299,7 +299,7 @@ def play_images(answer, images, *, question="", shown=(), **settings):
 
 
 def read_image(part, kind="png"):
-    """Return the bytes of a message part that is an image of this format."""
+    """Return the bytes of an image in a message part, and check its format."""
     head, _, data = part["image_url"]["url"].partition(",")
     assert head == f"data:image/{kind};base64"
     return base64.b64decode(data)

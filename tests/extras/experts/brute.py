@@ -5,7 +5,7 @@ import numpy as np
 
 
 def differentiated(product):
-    """Return a function of operands and a gradient that returns products and gradients."""
+    """Return a function from operands and the products' gradient to products and gradients."""
 
     def run(rows, weights, sizes, gradient):
         out, back = jax.vjp(lambda rows, weights: product(rows, weights, sizes), rows, weights)

@@ -56,7 +56,7 @@ def test_the_layers_are_those_of_transformers():
 
 
 def loss_of(config, expected, scan, params):
-    """The mean loss of next tokens and the balance of the routers, as `make_golden.py` has it."""
+    """Compute the mean next-token loss and the routers' balance, as in `make_golden.py`."""
     token_ids, mask = jnp.asarray(expected["token_ids"]), jnp.asarray(expected["mask"])
     positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
     aux = AuxArrays(statistics_weights=mask.reshape(-1).astype(jnp.float32))
@@ -73,7 +73,7 @@ def loss_of(config, expected, scan, params):
 
 
 def torch_gradients(expected):
-    """By the classic names: transformers 5 has a layer's experts in one tensor."""
+    """Return gradients by original parameter name; transformers 5 merges a layer's experts."""
     gradients = {}
     for name, value in expected.items():
         name = name.removeprefix("gradient/")

@@ -1,4 +1,4 @@
-"""Replay of the experts that the sampler recorded."""
+"""Updates that replay the sampler's routing to experts."""
 
 import dataclasses
 from functools import partial
@@ -58,7 +58,7 @@ MOVED = jax.tree.map(lambda a, b: jnp.asarray(a + 0.05 * b), PARAMS, tiny_params
 
 
 def with_routers_of(others):
-    """The sampler's parameters with other routers."""
+    """Return the sampler's parameters with different routers."""
     moe = {**PARAMS["blocks"]["moe"], "router": others["blocks"]["moe"]["router"]}
     return {**PARAMS, "blocks": {**PARAMS["blocks"], "moe": moe}}
 

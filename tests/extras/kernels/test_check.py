@@ -161,7 +161,7 @@ def test_products_of_either_loop_pass():
 
 
 def test_the_trial_has_what_kernels_go_wrong_at():
-    """Trials have empty rows, rows that end at a page boundary, and shared pages and prompts."""
+    """Inputs have empty rows, ends at page boundaries, and shared pages and prompts."""
     *_, tables, limits = make_pages_trial(jnp.float32, num_queries=1).arrays
     assert {0, 1, 15, 16, 17} <= set(limits.reshape(-1).tolist())
     live = [set(row[: -(-end // 16)]) for row, end in zip(tables, limits[:, 0], strict=True)]

@@ -1,6 +1,6 @@
 """Pages that the TPU attention kernel fetches, counted from the kernel's grid.
 
-Nothing runs but the simulator of one test: grids and maps of blocks are those of the kernel.
+The tests use the kernel's grids and block maps; only one test simulates the kernel.
 """
 
 from typing import NamedTuple

@@ -1,7 +1,7 @@
 """Blocks that the backward kernels for Hopper visit: all nonempty blocks, and few others.
 
-The kernels themselves multiply what is in registers, which JAX's interpreter of Mosaic does not
-know yet. They are lowered in `test_tokamax.py`.
+JAX's interpreter of Mosaic cannot run these kernels, because they multiply values in registers.
+`test_tokamax.py` lowers them.
 """
 
 import jax

@@ -1,6 +1,6 @@
 """Attention with tokamax's kernels: merging against float64, masks and lowering.
 
-Where tokamax is not installed the tests that need it are skipped; `make test-newest` has it.
+Some tests need tokamax, which `make test-newest` installs.
 """
 
 import re

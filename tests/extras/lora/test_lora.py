@@ -294,7 +294,7 @@ def test_in_bfloat16_only_what_is_trained_stays_float32():
 
 
 def test_the_base_gets_no_gradient():
-    """The gradient of the base, a third of the update's arithmetic, is not computed."""
+    """Updates do not compute the base's gradient, a third of their arithmetic."""
     adapter, params, base = loaded("lora_all_linear")
     ids = jnp.arange(32)[None]
     ones = jnp.ones(ids.shape, jnp.float32)

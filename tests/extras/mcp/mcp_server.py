@@ -1,4 +1,4 @@
-"""A server of tools for the tests: `mcp_server.py [PORT]`."""
+"""MCP server for the tests: `mcp_server.py [PORT]`."""
 
 import asyncio
 import os

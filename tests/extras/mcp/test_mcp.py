@@ -1,4 +1,4 @@
-"""Tools of real MCP servers: one on its standard streams, one over HTTP."""
+"""Tools of real MCP servers, over standard streams and over HTTP."""
 
 import gc
 import os
@@ -87,7 +87,7 @@ def test_errors_of_a_tool_are_answers(tools):
 
 
 def make_tool(properties, **schema):
-    """Return a tool with a schema, whose server is not started."""
+    """Return a tool with a schema, without starting its server."""
     schema = {"type": "object", "properties": properties} | schema
     listed = SimpleNamespace(name="find", description="Finds.", title=None, input_schema=schema)
     return McpTool(McpServer({"command": COMMAND}), listed)

@@ -1,4 +1,4 @@
-"""A run of a 7B model on a node of eight GPUs, for the tests of the plan."""
+"""A 7B model on a node with eight GPUs, for tests of the plan."""
 
 from jaxrl.builders.capacity import GIB
 from jaxrl.builders.validation import validate

@@ -1,4 +1,4 @@
-"""What to change so that a run fits: rows, settings, devices."""
+"""Suggested rows and settings with which a run fits."""
 
 from dataclasses import replace
 
@@ -78,12 +78,12 @@ class TestAdvice:
 
 
 def suggest(config, model, target):
-    """The settings of every suggestion."""
+    """Return the settings of all suggestions."""
     return [each.settings for each in advice.suggest_settings(config, model, target)]
 
 
 def all_tried(config, model=QWEN_7B, target=NODE):
-    """Every change that is tried."""
+    """Return all settings that the search tries."""
     return [each for options in advice._iter_options(config, model, target) for each in options]
 
 
@@ -91,8 +91,8 @@ def tried_values(config, key, target=NODE):
     return [option[key] for option in all_tried(config, target=target) if key in option]
 
 
-class TestWhatElseThereIs:
-    """Moments, one step ahead: what the plan tries beside sizes."""
+class TestOtherOptions:
+    """The search also tries bfloat16 moments and synchronous sampling."""
 
     def test_a_run_ahead_may_wait(self):
         config = large_run(**AHEAD, **{"rollout.max_num_seqs": 72})

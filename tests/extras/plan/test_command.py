@@ -32,7 +32,7 @@ SMALL = [
 
 @pytest.fixture
 def plan(monkeypatch, capsys, tmp_path):
-    """Runs `--plan` in this process; returns its exit status, what it printed, and its JSON."""
+    """Run `--plan` in this process; return its exit status, output and JSON file."""
 
     def run(*flags):
         file = tmp_path / "plan.json"
@@ -53,7 +53,7 @@ def test_bytes_for_people_by_hand():
 
 
 class TestShipped:
-    """Every configuration that is shipped fits the devices that docs/plan.md names for it."""
+    """All shipped configurations fit the devices that docs/plan.md lists for them."""
 
     @pytest.mark.parametrize(("flags", "path", "peak", "phase"), FITS, ids=[row[1] for row in FITS])
     def test_the_table(self, flags, path, peak, phase, plan):
@@ -113,7 +113,7 @@ class TestMicroRows:
 
 
 class TestRefusal:
-    """A run that the plan says cannot fit does not start."""
+    """A run does not start if its plan exceeds the memory."""
 
     @pytest.fixture
     def config(self):

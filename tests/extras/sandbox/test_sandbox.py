@@ -1,7 +1,6 @@
-"""Model-written code in the sandboxes: what is denied, and what remains afterwards.
+"""Sandboxes for code written by a model: denied operations, limits, and cleanup.
 
-Nothing here runs unconfined. What could harm this machine is tried only where a harmless form of it
-was refused before.
+All code runs in a sandbox. Harmful code runs only after the sandbox refused a harmless variant.
 """
 
 import glob
@@ -30,7 +29,7 @@ LIMITS = {"timeout_s": 10.0, "max_memory": 96 * 2**20, "max_output": 20_000}
 
 
 class ChildAlone(BubblewrapTool):
-    """The child process without bubblewrap; its limits and system-call filter must suffice."""
+    """The child process without bubblewrap, protected only by limits and the system-call filter."""
 
     child = sandbox_child.__file__
 
@@ -309,7 +308,7 @@ ON_ANY = (
     "import ctypes; assert not ctypes.CDLL(None).mount(None, path.encode(), None, 4096 | 32, None)",
     "import ctypes; assert not ctypes.CDLL(None).umount2(path.encode(), 2)",
 )
-"""Ways to change `path` that leave all but its times as they are."""
+"""Statements that write to `path`, but change at most its timestamps."""
 
 ON_FILES = (
     "os.close(os.open(path, os.O_WRONLY | os.O_APPEND))",
@@ -339,7 +338,7 @@ ON_THE_SYSTEM = (
 
 
 def state(path):
-    """Return all parts of a file's state that a write changes."""
+    """Return the metadata of a file that a write could change."""
     stat = os.stat(path)
     times = (stat.st_mtime_ns, stat.st_ctime_ns)
     return stat.st_mode, stat.st_uid, stat.st_gid, *times, os.listxattr(path)
@@ -376,9 +375,9 @@ def change_child(monkeypatch, folder, old, new):
 
 @pytest.mark.parametrize("filtered", [True, False])
 def test_nothing_that_root_could_write_is_written(as_root, filtered, monkeypatch):
-    """Each try is harmless where it succeeds; that it succeeds is the failure.
+    """Check that all attempts to write are refused. Attempts that succeed do no harm.
 
-    Mounts and rights hold alone, too, without the filter of system calls.
+    Without the system-call filter, mounts and permissions must suffice.
     """
     tool, folder = as_root
     if not filtered:

@@ -1,4 +1,4 @@
-"""The commands `jaxrl evaluate` and `jaxrl export` on a run that was saved."""
+"""The commands `jaxrl evaluate` and `jaxrl export` on a saved run."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from tests.runs import run_settings
 
 @pytest.fixture(scope="module")
 def run(tiny_world, tmp_path_factory, quick_compilation, no_pictures, one_size):
-    """A run of two steps with a checkpoint of each."""
+    """Workdir of a run with two steps and a checkpoint of each step."""
     workdir = tmp_path_factory.mktemp("runs")
     changes = {"sft.num_steps": 2, "checkpoint.every_steps": 1, "eval.max_tasks": 2}
     config = run_settings(tiny_world, stages=("sft",), **changes)

@@ -1,4 +1,4 @@
-"""Each sign at its bound, by hand, and no signs in healthy steps."""
+"""Signs at their thresholds, and no signs in healthy steps."""
 
 import dataclasses
 import math
@@ -54,7 +54,7 @@ def step_groups(seed, *, num_tasks=16, size=4, right=0.5, length=22):
 
 
 def with_advantages(groups):
-    """Return each reward minus its group's mean."""
+    """Set the advantages to the rewards minus their group's mean."""
     means = [np.mean([t.reward for t in group.scored_trajectories]) for group in groups]
     return replace_fields(
         groups,
@@ -67,7 +67,7 @@ def with_advantages(groups):
 
 
 def play(steps, change=lambda step, groups: groups, record=lambda step: {}):
-    """Return the names of the signs at each step, from 1."""
+    """Return the names of signs by step, and the final state of the watch."""
     watched, found = WatchState(), {}
     for step in range(1, steps + 1):
         groups = change(step, step_groups(step))
@@ -126,7 +126,7 @@ def all_of(**fields):
 
 
 def repeat_key(groups):
-    """Draw samples 0 and 1 of each group by the same key."""
+    """Make sample 1 of each group equal to sample 0, as if both had the same random key."""
     twins = []
     for group in groups:
         first, second, *others = group.trajectories
@@ -136,14 +136,14 @@ def repeat_key(groups):
 
 
 def praise_every_answer(groups):
-    """Change the verdict of the judge to 1 for every answer."""
+    """Change the judge's score of every answer to 1."""
     parts = {**groups[0].trajectories[0].reward_parts, "judge": 1.0}
     records = (CallRecord(call="is it right?", tool="judge"),)
     return all_of(reward_parts=parts, reward_records=records)(groups)
 
 
 def change_prompts(groups):
-    """Change the prompt from sample to sample."""
+    """Give the samples of a group two different prompts."""
     for trajectory in flatten_groups(groups):
         trajectory.token_ids[0] += trajectory.sample_index % 2
     return groups
@@ -252,8 +252,7 @@ def test_the_reward_fell_since_its_best():
 
 def test_samples_that_are_the_same_by_chance_are_no_twins():
     def sure(step, groups):
-        """With two answers of probability 0.9 and 0.1, samples are often identical; logprobs
-        explain it."""
+        """Sample two answers with probabilities 0.9 and 0.1, so that samples are often equal."""
         rng = np.random.default_rng(step)
         return grouped(
             dataclasses.replace(

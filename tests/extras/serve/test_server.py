@@ -1,4 +1,4 @@
-"""The HTTP server: who may ask, limits, disconnected clients, a full queue, faults, shutdown."""
+"""The HTTP server: access, limits, disconnected clients, a full queue, errors and shutdown."""
 
 import http.client
 import itertools
@@ -19,7 +19,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 @pytest.fixture(scope="module")
 def engine(quick_compilation):
-    """An engine for servers of single tests, one after another."""
+    """An engine that tests with their own server share, one after another."""
     return make_engine()
 
 
@@ -30,7 +30,7 @@ def client(quick_compilation):
 
 
 def get_error(client, path, body, **headers):
-    """Return the status and error of a request; its shape is the one that clients read."""
+    """Return the status and error of a request, and check that the error has all fields."""
     status, value = client.post(path, body, **headers)
     assert value.keys() == {"error"}
     assert value["error"].keys() == {"message", "type", "param", "code"}
@@ -106,7 +106,7 @@ def test_a_large_body_is_rejected(client, monkeypatch):
 
 @pytest.fixture
 def slow_engine(engine, monkeypatch):
-    """An engine with chunks of at least 50 ms: an answer of full length takes six seconds."""
+    """An engine whose chunks take at least 50 ms, and its longest answers six seconds."""
     step = engine.step
 
     def slowly(**settings):
@@ -121,7 +121,7 @@ LONG = {"messages": HELLO, "temperature": 0.0, "max_tokens": 400}
 
 
 def send_and_hold(client, body):
-    """A connection on which a request was sent, whose answer nobody has read."""
+    """Send a request and return the connection, without reading the answer."""
     connection = http.client.HTTPConnection("127.0.0.1", client.port, timeout=60)
     connection.request("POST", CHAT, body=json.dumps(body).encode())
     return connection
@@ -141,7 +141,7 @@ def test_a_disconnected_client_frees_its_rows(slow_engine, stream):
 
 
 def test_few_pages_and_disconnections_change_no_answer(engine):
-    """Rows preempt each other and clients leave; every answer is as with many pages."""
+    """Answers stay the same if rows preempt each other and clients disconnect."""
     num = 8
     prompts = [TOKENIZER.encode(f"question {number} " + "word " * number) for number in range(num)]
 
@@ -167,7 +167,7 @@ def test_few_pages_and_disconnections_change_no_answer(engine):
 
 
 def test_a_sample_goes_on_while_a_retry_waits_for_it(slow_engine):
-    """The client leaves while its retry waits for the same sample, which is not cancelled."""
+    """A sample is not cancelled if its client disconnects while a retry waits for it."""
     body = {**LONG, "max_tokens": 60, "temperature": 1.0}
     with serving(slow_engine) as (_, client):
         connection = send_and_hold(client, body)

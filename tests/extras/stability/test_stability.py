@@ -1,4 +1,4 @@
-"""Remedies against collapse, against loops over tokens, actions and trajectories."""
+"""Losses and masks against collapse, compared with loops over tokens and trajectories."""
 
 import dataclasses
 import math
@@ -49,7 +49,7 @@ def rows(seed, spread=0.8):
 
 
 def loss_and_gradient(function, batch, names, **settings):
-    """Return per-token losses, metrics, and the gradient of the losses' sum by `logprobs`."""
+    """Return per-token losses, metrics, and the gradient of the summed loss for `logprobs`."""
 
     def total(logprobs):
         arrays = (logprobs if name == "logprobs" else getattr(batch, name) for name in names)
@@ -121,7 +121,7 @@ LLDS = ("logprobs", "old_logprobs", "advantages", "loss_mask", "segment_ids")
 
 
 def find_actions(batch, row, level):
-    """Return the positions of each action's tokens of an advantage of at least 0."""
+    """Return, for each action, the positions of its tokens with an advantage of at least 0."""
     actions, last = [], None
     for t in range(batch.loss_mask.shape[1]):
         if not (batch.loss_mask[row, t] and batch.advantages[row, t] >= 0):

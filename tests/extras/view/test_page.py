@@ -1,4 +1,4 @@
-"""The page in Chromium, live and static: what it draws, and that text stays text."""
+"""The live and the static page in Chromium: charts, tables, and escaped text."""
 
 import contextlib
 import itertools
@@ -116,7 +116,7 @@ def test_hostile_text_stays_text_and_in_its_place(tmp_path, open_page):
 
 @needs_chromium
 def test_labels_stay_readable(tmp_path, open_page):
-    """Labels of a narrow range name their values, and names of views stay on one line."""
+    """Tick labels of a narrow range differ, and names of views stay on one line."""
     run = make_run(tmp_path / "run")
     change_records(run, lambda record: record | {"actor/entropy": 6.28 + 0.002 * record["step"]})
     browser = open_page(run)

@@ -1,4 +1,4 @@
-"""Workdirs written by hand, whose numbers can be worked out on paper."""
+"""Workdirs with numbers that are easy to check by hand."""
 
 import json
 import threading
@@ -19,7 +19,7 @@ FOUND = "<search> q </search>\n\n<information>Doc 1(Title: X) born in Tarvik.</i
 
 
 def question(task_id, *, right=0.0, response="", **fields):
-    """An answer as `eval/` has it."""
+    """Return an answer as in the files of `eval/`."""
     return {
         "task_id": task_id,
         "sample_index": 0,
@@ -63,7 +63,7 @@ def write_lines(path, records):
 
 
 def write_evaluation(workdir, stage, step, questions, **fields):
-    """Write answers by suite, and the means of their exact match with an interval of ±0.125."""
+    """Write the answers of each suite, and their mean exact match with an interval of ±0.125."""
     summary, intervals = {}, {}
     for suite, rows in questions.items():
         mean = sum(row["exact_match"] for row in rows) / len(rows)
@@ -104,13 +104,13 @@ def make_run(workdir, *, first=FIRST, last=LAST, rewards=(0.25, 0.5, 0.75), **se
 
 
 def change_records(run, change):
-    """Rewrite metrics.jsonl, each record as `change` returns it."""
+    """Apply `change` to each record of metrics.jsonl."""
     path = run / "metrics.jsonl"
     write_lines(path, [change(json.loads(line)) for line in path.read_text().splitlines()])
 
 
 def trajectory(task="one", *, reward=1.0, advantage=0.5, **changes):
-    """A trajectory as training writes it: a prompt, a search, its result and an answer."""
+    """Return the record of a trajectory with a prompt, a search, its result and an answer."""
     texts = [f"Where is {task}?\n", "<search> 字 </search>", "\nBoth.\n", "<answer> x </answer>"]
     ids, mask = [], []
     for text, is_sampled in zip(texts, (0, 1, 0, 1), strict=True):
@@ -157,7 +157,7 @@ def write_trajectories(workdir, *, steps=(3, 4, 5), num=4):
 
 
 def make_hostile(workdir):
-    """A run whose every text would like to be more than text."""
+    """Write a run in which all texts contain HTML, scripts or terminal codes."""
     fields = dict.fromkeys(("question", "final_answer", "error"), HOSTILE)
     response = f"<think>{HOSTILE}</think>{HOSTILE}<search>{HOSTILE}</search><information>{HOSTILE}"
     bad = [question(HOSTILE, response=response, answers=[HOSTILE], **fields)]
@@ -178,7 +178,7 @@ def make_hostile(workdir):
 
 
 def view(*workdirs, ignore=()):
-    """A viewer that has read these runs."""
+    """Return a viewer that has read the runs."""
     viewer = Viewer(open_runs(workdirs), ignore)
     viewer.refresh()
     return viewer
@@ -186,7 +186,7 @@ def view(*workdirs, ignore=()):
 
 @contextmanager
 def served(*workdirs):
-    """A server of these runs on a free port."""
+    """Yield a server for the runs, on a free port."""
     server = ViewServer(Viewer(open_runs(workdirs)), 0)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()

@@ -81,7 +81,7 @@ def brute_force(q, k, v, gradient, attention_mask):
 
 
 def random_pages(rng, B, Q, N, K, H, page, M):
-    """Return queries, more pages than tables use, tables, and limits of which one is 0."""
+    """Return queries, pages (some unused), page tables, and limits (one of them 0)."""
     num_pages = B * M + 3
     q = rng.normal(size=(B, Q, N, H)).astype(np.float32)
     keys, values = rng.normal(size=(2, num_pages, K, page, H)).astype(np.float32)

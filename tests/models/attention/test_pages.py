@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def attend_by_page(*arrays):
-    """Run the TPU kernel in steps of one page."""
+    """Run the TPU kernel with one page per step."""
     with mock.patch.object(tpu, "STEP_PAGES", 1):
         return tpu.attend_pages(*arrays, interpret=True)
 

@@ -1,4 +1,4 @@
-"""Code that an agent runs, which tries to reward the agent's episode with 1000."""
+"""Code of a cheating agent, which tries to set its episode's reward to 1000."""
 
 import contextlib
 import glob
@@ -10,7 +10,7 @@ import urllib.request
 
 
 def environments():
-    """Yield the environment of each process that this one may read, its own first."""
+    """Yield the environment variables of this process, then of all others that it can read."""
     yield dict(os.environ)
     for path in glob.glob("/proc/[0-9]*/environ"):
         with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:

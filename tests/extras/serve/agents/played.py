@@ -69,7 +69,7 @@ def sampling(group_size=2, *, step=0, **changes):
 
 
 def read_notes(folder):
-    """Return what agents noted by task: prompt and ids of each completion, by episode."""
+    """Return the prompt and ids of each completion that agents noted, by task and episode."""
     notes = {}
     for file in sorted(Path(folder).iterdir()):
         if file.name != "go":

@@ -1,4 +1,4 @@
-"""Runs with agents: complete groups, older weights by token, restarts."""
+"""Runs with agents: complete groups, weight versions of tokens, restarts."""
 
 import shutil
 from collections import Counter
@@ -54,7 +54,7 @@ def sampled_turns(trajectory):
 
 
 def assert_trained_as_noted(steps, folder):
-    """What was trained is what the agents received, token by token."""
+    """The trained tokens equal the tokens that the agents received."""
     notes = read_notes(folder)
     for trained in steps.values():
         for trajectory in trained:

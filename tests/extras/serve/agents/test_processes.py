@@ -1,4 +1,4 @@
-"""Agent processes: those that hang, die, print or cannot be loaded."""
+"""Agent processes, including agents that hang, die, print or cannot be loaded."""
 
 import contextlib
 import os

@@ -154,7 +154,7 @@ def test_an_episode_without_a_reward_is_an_environment_error_and_never_a_zero():
 
 
 def play_programs(*names, log=lambda _: None):
-    """The trajectories of programs that do what their task's name says."""
+    """Return trajectories of programs; the name of a task selects the program's behavior."""
     with agents(command=(sys.executable, str(TO_PLAY)), log=log) as rollout:
         return flatten_groups(rollout(draws(*names), sampling(1)))
 
@@ -229,7 +229,7 @@ def test_concurrent_completions_share_the_episodes_tokens(tmp_path, total, respo
 
 
 def test_an_unfinished_group_continues_in_the_next_rollout(tmp_path, monkeypatch):
-    """An evaluation in between neither ages its episodes nor waits for them to make room."""
+    """An evaluation neither ages a rollout's episodes nor waits until they end."""
     delay = [0.0]  # the clock goes on between rollouts, and an episode's time does not
     clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + delay[0])
     monkeypatch.setattr(agent_rollout, "time", clock)
@@ -267,7 +267,7 @@ def test_groups_that_are_not_drawn_again_are_dropped(tmp_path):
 
 
 def test_a_completion_continues_across_rollouts(tmp_path, monkeypatch):
-    """A rollout ends in the middle of a long completion, of which it has sampled a chunk."""
+    """A rollout ends after the first chunk of a long completion."""
     settings = {"folder": str(tmp_path), "turns": 1, "long": "b"}
     within = limits(max_response_tokens=400)
     tasks = draws("a", "b")

@@ -1,7 +1,7 @@
-"""Environments of verifiers, played by its own training client.
+"""Environments of verifiers, with its own training client.
 
-`JAXRL_VERIFIERS_PYTHON` names a Python with `verifiers==0.4.0`; it needs no jaxrl. Without it, only
-what needs no verifiers is tested.
+The environment variable `JAXRL_VERIFIERS_PYTHON` names a Python with `verifiers==0.4.0`. If it is
+not set, tests that need verifiers are skipped.
 """
 
 import contextlib
