@@ -1,4 +1,4 @@
-"""Search for settings that let a run fit in memory."""
+"""Search for settings, or a number of devices, that let a run fit in memory."""
 
 from __future__ import annotations
 
@@ -153,6 +153,40 @@ def suggest_settings(
     return [*single.values()] or ([combined] if combined.needed_bytes <= usable else [])
 
 
+def find_num_devices(config: ResolvedConfig, model: Architecture, target: Target) -> int | None:
+    """Double the number of devices until the run fits.
+
+    The `fsdp` axis grows with the number of devices. A job with several processes gets more
+    processes of the same size.
+
+    Returns:
+        The number of devices, or None if the run does not fit after ten doublings.
+    """
+    flat, mesh = flatten(config), make_target_mesh(config, model, target)
+    sizes, is_job = mesh.shape, target.num_processes > 1
+    # Scale the mesh, and round up the rows to multiples of its size.
+    for factor in (2**power for power in range(1, 11)):
+        larger = dataclasses.replace(
+            target,
+            num_devices=target.num_devices * factor,
+            num_processes=target.num_processes * (factor if is_job else 1),
+        )
+        shards = num_batch_shards(mesh) * factor
+        num_sampling = max(flat["mesh.rollout_devices"] * factor * target.num_processes, 1)
+        unit = math.lcm(shards * sizes["context"], num_sampling)
+        keys = (*MICRO_ROWS.values(), "rollout.max_num_seqs")
+        changes = {
+            **{key: -(-flat[key] // unit) * unit for key in keys},
+            "mesh.data": sizes["data"],
+            "mesh.fsdp": sizes["fsdp"] * factor,
+            "mesh.rollout_devices": flat["mesh.rollout_devices"] * (1 if is_job else factor),
+        }
+        changed = config.with_values(changes)
+        if make_plan(changed, model, larger).fits or suggest_settings(changed, model, larger):
+            return larger.num_devices
+    return None
+
+
 def _iter_options(
     config: ResolvedConfig, model: Architecture, target: Target
 ) -> Iterator[list[dict[str, Any]]]:
@@ -187,7 +221,7 @@ def _iter_options(
     remats = ("none", "dots", "names", "full") + (() if is_cpu else ("offload",))
     if config.model.remat in remats:
         yield [{"model.remat": remat} for remat in remats[remats.index(config.model.remat) + 1 :]]
-    # A smaller cache, fewer concurrent sequences.
+    # A smaller cache, fewer concurrent sequences, other devices for sampling.
     if flat["rollout.cache_gib"]:
         yield [{"rollout.cache_gib": 0.0}]
     unit = shards * sizes["context"]
@@ -195,6 +229,8 @@ def _iter_options(
         {"rollout.max_num_seqs": num_seqs}
         for num_seqs in _list_halvings(flat["rollout.max_num_seqs"], unit=unit)
     ]
+    if config.rollout.async_level and sizes["expert"] == 1:
+        yield _list_device_splits(config, target, sizes)
     # Context parallelism: equal rows per device, whose tokens are split over several devices.
     yield [
         {"mesh.data": 1, "mesh.fsdp": groups // count, "mesh.context": sizes["context"] * count}
@@ -223,6 +259,40 @@ def _iter_options(
         yield [{"rollout.context.max_tokens": tokens} for tokens in lengths]
     lengths = _list_halvings(config.rollout.max_total_tokens, least=shortest)
     yield [{"rollout.max_total_tokens": tokens} for tokens in lengths]
+
+
+def _list_device_splits(
+    config: ResolvedConfig, target: Target, sizes: Mapping[str, int]
+) -> list[dict[str, Any]]:
+    """Return settings that reserve different numbers of devices for asynchronous sampling.
+
+    The last option is 0 if devices are currently reserved. The `fsdp` axis covers all training
+    devices, with an unchanged number of micro-batch rows per device.
+    """
+    flat, tensor, processes = flatten(config), sizes["tensor"], target.num_processes
+    previous, context = sizes["data"] * sizes["fsdp"], sizes["context"]
+    counts = [tensor, *_list_doublings(tensor, target.num_local - 1)]
+    if config.mesh.rollout_devices:
+        counts.append(0)
+    candidates = []
+    for count in counts:
+        if count == config.mesh.rollout_devices:
+            continue
+        shards = (target.num_devices - count * processes) // (tensor * context)
+        sampling = processes * count // tensor or shards * context
+        candidate = {
+            "rollout.async_level": int(count > 0),
+            "mesh.rollout_devices": count,
+            "mesh.data": 1,
+            "mesh.fsdp": shards,
+            "mesh.tensor": tensor,
+            "rollout.max_num_seqs": -(-flat["rollout.max_num_seqs"] // sampling) * sampling,
+        }
+        for stage, key in MICRO_ROWS.items():
+            if stage in config.stages:
+                candidate[key] = flat[key] // previous * shards
+        candidates.append(candidate)
+    return candidates
 
 
 def _list_halvings(value: int, *, least: int = 1, unit: int = 1) -> list[int]:

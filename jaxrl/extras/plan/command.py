@@ -80,10 +80,13 @@ def show_plan(
     notes = advice.choose_micro_rows(config, model, target, must_fit=False)
     plan = memory.make_plan(config, model, target)
     suggestions = [] if plan.fits else advice.suggest_settings(config, model, target)
+    num_needed = None
+    if not plan.fits and not suggestions:
+        num_needed = advice.find_num_devices(config, model, target)
     console = make_console(highlight=False, soft_wrap=True)
     for line in notes:
         console.print(escape_control_chars(line), markup=False, emoji=False)
-    console.print(display.format_plan(plan, suggestions))
+    console.print(display.format_plan(plan, suggestions, num_needed))
     if target.platform == "cpu" and target.free_bytes is None and not memory_gib:
         console.print("free memory is unknown on this system, so runs are not checked against it")
     if json_file is not None:

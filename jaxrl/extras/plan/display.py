@@ -15,7 +15,7 @@ from jaxrl.extras.plan.advice import Suggestion
 from jaxrl.extras.plan.memory import USABLE_SHARE, Plan
 
 
-def format_plan(plan: Plan, advice: Sequence[Suggestion]) -> Group:
+def format_plan(plan: Plan, advice: Sequence[Suggestion], num_needed: int | None) -> Group:
     """Format the plan as a table, with suggestions if it does not fit."""
     # One row per phase, followed by its permanent terms and the terms of each moment.
     target, sizes = plan.target, plan.mesh
@@ -57,7 +57,12 @@ def format_plan(plan: Plan, advice: Sequence[Suggestion]) -> Group:
         settings = " ".join(f"--config.{key}={value}" for key, value in option.settings.items())
         lines.append(f"would fit with {settings}: {format_bytes(option.needed_bytes)}")
     if not plan.fits and not advice:
-        lines.append("no change of settings makes it fit on these devices; plan for more devices")
+        device_hint = (
+            f"{num_needed} such devices would suffice (plan for them)"
+            if num_needed
+            else "more devices do not help"
+        )
+        lines.append(f"no change of settings makes it fit on these devices; {device_hint}")
     return Group(table, *(Text(line) for line in lines))
 
 

@@ -71,10 +71,13 @@ class TestAdvice:
         split = {"mesh.data": 2, "mesh.fsdp": 4, "mesh.tensor": 1}
         assert split in suggest(config, QWEN_7B, NODE)
 
-    def test_no_setting_helps(self):
+    def test_more_devices_where_no_setting_helps(self):
+        config = large_run()
         # 32.8e9 parameters of 16 bytes are 61 GiB on each of 8, without weights to multiply with.
+        # Even with the moments on the host it is 8 of them, and 2 of 8 GiB more for each device.
         small = replace(NODE, memory_bytes=40 * GIB)
-        assert advice.suggest_settings(large_run(), QWEN_32B, small) == []
+        assert advice.suggest_settings(config, QWEN_32B, small) == []
+        assert advice.find_num_devices(config, QWEN_32B, small) == 16
 
 
 def suggest(config, model, target):
@@ -94,7 +97,7 @@ def tried_values(config, key, target=NODE):
 class TestOtherOptions:
     """The search also tries bfloat16 moments and synchronous sampling."""
 
-    def test_a_run_ahead_may_wait(self):
+    def test_a_run_ahead_may_wait_or_sample_on_devices_of_its_own(self):
         config = large_run(**AHEAD, **{"rollout.max_num_seqs": 72})
         alone = memory.make_plan(config.with_values({"rollout.async_level": 0}), QWEN_7B, NODE)
         assert memory.make_plan(config, QWEN_7B, NODE).peak > alone.peak
@@ -102,5 +105,15 @@ class TestOtherOptions:
         memory_bytes = round(alone.peak / memory.USABLE_SHARE) + 2
         settings = suggest(config, QWEN_7B, replace(NODE, memory_bytes=memory_bytes))
         assert settings[0] == {"rollout.async_level": 0}
+        [devices] = [option for option in settings if option.get("mesh.rollout_devices")]
+        assert devices == {
+            "rollout.async_level": 1,
+            "mesh.rollout_devices": 1,
+            "mesh.data": 1,
+            "mesh.fsdp": 7,  # which divides the width of 3584
+            "mesh.tensor": 1,
+            "rollout.max_num_seqs": 72,
+            "optimizer.micro_rows": 7,
+        }
         for option in settings:
             validate(config.with_values(option).config, needs_data=False)
