@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from jaxrl.config.schema import default_config, serialize_config
 from jaxrl.extras.chat import __main__ as chat
+from jaxrl.extras.vision.qwen2_vl import Qwen2Vision, Qwen2VLConfig
 from jaxrl.extras.vision.qwen3_vl import Qwen3Vision, Qwen3VLConfig
 from jaxrl.extras.vision.qwen_vl import QwenVLConfig
 from jaxrl.extras.vision.vision import QwenVision
@@ -60,6 +61,15 @@ DECODER = dict(
 )  # fmt: skip
 
 
+def qwen2_vl():
+    """Return a Qwen2-VL."""
+    vision = Qwen2Vision(**tower() | {"mlp_width": 32})
+    return Qwen2VLConfig(**DECODER, qkv_bias=True, qk_norm=False, tower=vision)
+
+
+OTHER_FAMILIES = {"qwen2_vl": qwen2_vl}
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     """Return the folder of four tasks about drawings, and an untrained Qwen2.5-VL."""
@@ -77,6 +87,7 @@ def qwen3_world(tmp_path_factory):
 
 
 def make_world(folder, config):
+    folder.mkdir(exist_ok=True)
     save_hf(jax.tree.map(jnp.asarray, tiny_params(config)), config, folder / "model")
     tokenizer_files(folder / "model")
     save_processor(folder / "model")
@@ -221,6 +232,18 @@ def test_qwen3_learns_from_demonstrations_and_rewards_and_resumes_bit_for_bit(
     assert all(jax.tree.leaves(changes["vision"]["deepstack"]))
     assert changes["vision"]["positions"]["embedding"]
     assert_a_kill_changes_nothing(workdir, config, after=13)
+
+
+@pytest.mark.slow(instead="extras/vision/test_vision.py::test_gradients_are_those_of_the_reference")
+@pytest.mark.parametrize("family", OTHER_FAMILIES)
+def test_a_family_trains_its_tower_and_samples_as_it_trains(family, tmp_path):
+    world = make_world(tmp_path / "world", OTHER_FAMILIES[family]())
+    train_in(tmp_path / "run", settings(world))
+    gaps = [record["rollout_corr/logprob_diff_max"] for record in training_steps(tmp_path / "run")]
+    assert len(gaps) == 2
+    assert max(gaps) < 1e-4
+    changes = find_changes(load_hf(world / "model"), load_hf(tmp_path / "run" / "export"))
+    assert all(jax.tree.leaves(changes["vision"]))
 
 
 def test_a_model_behind_an_endpoint_is_shown_the_images(world, tmp_path):

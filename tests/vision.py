@@ -16,7 +16,7 @@ from jaxrl.models.layers import LayerScan
 from jaxrl.models.registry import read_architecture
 
 FOLDERS = Path(__file__).parent / "golden"
-NAMES = ("qwen2_5_vl", "qwen3_vl")
+NAMES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
 @cache

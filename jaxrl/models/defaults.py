@@ -11,7 +11,7 @@ from jaxrl.utils.quiet_transformers import quiet_transformers
 
 SIZE_FIELDS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
-    *("num_attention_heads", "depth", "num_heads", "out_hidden_size"),
+    *("num_attention_heads", "depth", "num_heads", "embed_dim", "out_hidden_size"),
 )
 """Size fields of models and vision towers, which get no default."""
 

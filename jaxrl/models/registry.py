@@ -106,6 +106,7 @@ ARCHITECTURES = {
     "qwen3": "jaxrl.models.qwen.QwenConfig",
     "llama": "jaxrl.models.llama.LlamaConfig",
     "mistral": "jaxrl.models.llama.LlamaConfig",
+    "qwen2_vl": "jaxrl.extras.vision.qwen2_vl.Qwen2VLConfig",
     "qwen2_5_vl": "jaxrl.extras.vision.qwen_vl.QwenVLConfig",
     "qwen3_vl": "jaxrl.extras.vision.qwen3_vl.Qwen3VLConfig",
     "qwen3_5": "jaxrl.extras.delta_net.qwen3_5.Qwen35Config",

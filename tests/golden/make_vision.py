@@ -20,7 +20,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from make_golden import randomize
-from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig, Qwen3VLConfig
+from transformers import (
+    AutoModelForImageTextToText,
+    Qwen2_5_VLConfig,
+    Qwen2VLConfig,
+    Qwen3VLConfig,
+)
 
 IMAGE, VIDEO, START, END = 90, 91, 92, 93
 GRIDS = [(1, 4, 6), (1, 10, 8), (1, 2, 2)]  # windows of 4 x 4 patches, whole and cut
@@ -51,6 +56,23 @@ TOKENS = {
 }
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 MODELS = {
+    "qwen2_vl": Qwen2VLConfig(
+        text_config={
+            **TEXT,
+            "num_hidden_layers": 2,
+            "rope_parameters": {**ROPE, "mrope_section": [1, 1, 2]},
+        },
+        vision_config={
+            "depth": 2,
+            "embed_dim": 16,
+            "hidden_size": 32,
+            "mlp_ratio": 2,
+            "num_heads": 2,
+            "patch_size": 2,
+        },
+        **TOKENS,
+        tie_word_embeddings=True,
+    ),
     "qwen2_5_vl": Qwen2_5_VLConfig(
         text_config={
             **TEXT,
@@ -123,7 +145,7 @@ def make(name: str) -> None:
     logprobs = allowed.log_softmax(dim=-1)[0, wanted - 1, ids[0, wanted]]
     (-logprobs.mean()).backward()
     saved_names = {tensor: tensor for tensor, _ in model.named_parameters()}
-    if name == "qwen2_5_vl":  # whose files have other names
+    if name in ("qwen2_vl", "qwen2_5_vl"):  # whose files have other names
         for tensor in saved_names:
             shorter = tensor.replace("model.language_model.", "model.")
             saved_names[tensor] = shorter.replace("model.visual.", "visual.")

@@ -32,6 +32,16 @@ FAMILIES = {
         **QWEN3, "num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
         "norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": [3],
     },
+    "qwen2_vl": {
+        "text_config": {
+            **TEXT, "rope_parameters": {**ROPE, "mrope_section": [4, 4, 4]}, "head_dim": 24,
+        },
+        "vision_config": {
+            "depth": 40, "embed_dim": 192, "hidden_size": 768, "num_heads": 8, "in_channels": 1,
+            "patch_size": 7, "spatial_merge_size": 4, "temporal_patch_size": 1, "mlp_ratio": 3,
+        },
+        "image_token_id": 11, "video_token_id": 12, "tie_word_embeddings": True,
+    },
     "qwen2_5_vl": {
         "text_config": {
             **TEXT, "rope_parameters": {**ROPE, "mrope_section": [4, 4, 4]}, "head_dim": 24,
@@ -53,7 +63,7 @@ FAMILIES = {
         "layer_norm_eps": 1e-3, "hidden_act": "gelu_new",
     },
 }  # fmt: skip
-for part in ("qwen2_5_vl", "qwen3_vl"):
+for part in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"):
     del FAMILIES[part]["text_config"]["rope_theta"]
 # Without these, sizes do not fit together: the defaults of transformers are for a large model.
 REFUSED = {
@@ -110,27 +120,31 @@ def wanted(family, fields):
 
 def expected_tower(theirs):
     tower = theirs.vision_config
+    if hasattr(tower, "embed_dim"):
+        sizes = tower.embed_dim, tower.embed_dim * tower.mlp_ratio, tower.hidden_size
+    else:
+        sizes = tower.hidden_size, tower.intermediate_size, tower.out_hidden_size
+    if hasattr(tower, "fullatt_block_indexes"):
+        others = {"tower.full_layers": tuple(tower.fullatt_block_indexes)}
+    elif hasattr(tower, "num_position_embeddings"):
+        others = {
+            "tower.side": round(tower.num_position_embeddings**0.5),
+            "tower.deepstack_layers": tuple(tower.deepstack_visual_indexes),
+        }
+    else:
+        others = {}
     return {
         "video_id": theirs.video_token_id,
         "tower.token_id": theirs.image_token_id,
-        "tower.width": tower.hidden_size,
-        "tower.mlp_width": tower.intermediate_size,
+        **dict(zip(("tower.width", "tower.mlp_width", "tower.out_width"), sizes, strict=True)),
         "tower.num_layers": tower.depth,
         "tower.num_heads": tower.num_heads,
-        "tower.out_width": tower.out_hidden_size,
         "tower.channels": tower.in_channels,
         "tower.patch": tower.patch_size,
         "tower.temporal_patch": tower.temporal_patch_size,
         "tower.merge": tower.spatial_merge_size,
         "tower.rope_theta": tower.rope_parameters["rope_theta"],
-        **(
-            {"tower.full_layers": tuple(tower.fullatt_block_indexes)}
-            if hasattr(tower, "fullatt_block_indexes")
-            else {
-                "tower.side": round(tower.num_position_embeddings**0.5),
-                "tower.deepstack_layers": tuple(tower.deepstack_visual_indexes),
-            }
-        ),
+        **others,
     }
 
 

@@ -31,6 +31,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
@@ -90,15 +91,15 @@ class Qwen3Vision(VisionTower):
     """Vision tower of Qwen3-VL, built from a `vision_config`.
 
     Attributes:
-        side: Number of positions along each side of the learned grid.
+        side: Number of positions along each side of the learned grid; 0 without learned positions.
         deepstack_layers: Sorted indices of the tower layers that output DeepStack features.
     """
 
     names = HF_NAMES
     activation = "gelu_pytorch_tanh"
 
-    side: int
-    deepstack_layers: tuple[int, ...]
+    side: int = 0
+    deepstack_layers: tuple[int, ...] = ()
 
     @classmethod
     def from_fields(cls, vision_fields: dict[str, Any], image_id: int, source: str) -> Qwen3Vision:
@@ -186,9 +187,10 @@ class Qwen3Vision(VisionTower):
         patch_coords, sizes = self._compute_patch_coords(coords.reshape(S * P, 4))
         # Without the constraint, the compiler splits the width and replicates all patches.
         x = layer_scan.constrain_to_shards(self._embed_patches(params["patch"], patches))
-        x = x + self._interpolate_positions(
-            params["positions"]["embedding"], patch_coords, sizes
-        ).astype(x.dtype)
+        if self.side:
+            x = x + self._interpolate_positions(
+                params["positions"]["embedding"], patch_coords, sizes
+            ).astype(x.dtype)
         angles, attend = (
             self._compute_rope_angles(patch_coords),
             partial(attend_segments, ids=coords[..., 0]),
@@ -199,16 +201,24 @@ class Qwen3Vision(VisionTower):
             x = x + self._compute_attention(weights["attention"], normed, angles, attend, S)
             normed, mlp = layer_norm(x, weights["norm2"], EPSILON), weights["mlp"]
             up = checkpoint_name(linear(mlp["up"], normed), "up")
-            return x + linear(mlp["down"], jax.nn.gelu(up, approximate=True))
+            return x + linear(mlp["down"], self._activate(up))
 
-        x, intermediates = layer_scan.run_with_intermediates(
-            layer, x, params["blocks"], self.deepstack_layers
-        )
-        deep = jax.vmap(self._merge_patches)(params["deepstack"], intermediates)
-        image_embeds = jnp.concatenate([self._merge_patches(params["merger"], x)[None], deep])
+        if self.deepstack_layers:
+            x, intermediates = layer_scan.run_with_intermediates(
+                layer, x, params["blocks"], self.deepstack_layers
+            )
+            deep = jax.vmap(self._merge_patches)(params["deepstack"], intermediates)
+            image_embeds = jnp.concatenate([self._merge_patches(params["merger"], x)[None], deep])
+        else:
+            x = layer_scan(layer, x, params["blocks"])
+            image_embeds = self._merge_patches(params["merger"], x)[None]
         return layer_scan.constrain_to_shards(
             image_embeds.swapaxes(0, 1).reshape(S, P // self.patches_per_token, -1)
         )
+
+    def _activate(self, x: Float[Array, "M F"]) -> Float[Array, "M F"]:
+        """Apply the MLP's nonlinearity."""
+        return jax.nn.gelu(x, approximate=True)
 
     def _merge_patches(self, weights: Params, x: Float[Array, "M D"]) -> Float[Array, "U W"]:
         """Project each unit of patches to the decoder's width, after a norm per patch or unit."""
@@ -275,7 +285,7 @@ class Qwen3Vision(VisionTower):
     def logical_axes(self) -> dict[str, Any]:
         """Return the axis names. MLPs are tensor-parallel; attention is not."""
         norm = {"scale": ("layer", None), "bias": ("layer", None)}
-        return {
+        axes = {
             "patch": {"filter": ("width", None, None, None, None), "bias": (None,)},
             "positions": {"embedding": (None, None)},
             "blocks": {
@@ -298,6 +308,8 @@ class Qwen3Vision(VisionTower):
                 "down": make_biased_linear_axes("mlp", "width", "layer"),
             },
         }
+        leaves = flatten_dict(axes, sep="/")
+        return unflatten_dict({name: leaves[name] for name in self.names}, sep="/")
 
 
 @dataclass(frozen=True, kw_only=True)

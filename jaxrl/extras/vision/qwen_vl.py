@@ -99,8 +99,8 @@ class QwenVLConfig(QwenConfig):
         vision = cls.tower_class.from_fields(tower, image_id, source)
         if vision.out_width != text.width:
             raise ValueError(
-                f"{source}: 'out_hidden_size' of 'vision_config' is {vision.out_width}; expected "
-                f"the decoder's 'hidden_size', {text.width}."
+                f"{source}: {vision.out_width_field!r} of 'vision_config' is {vision.out_width}; "
+                f"expected the decoder's 'hidden_size', {text.width}."
             )
         if vision.num_deepstack_layers > text.num_layers:
             raise ValueError(

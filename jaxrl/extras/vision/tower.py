@@ -2,7 +2,7 @@
 
 A tower encodes patches of images into embeddings of image tokens. Its parameter tree contains
 `patch`, stacked `blocks` and `merger`. `vision.py` defines the tower of Qwen2.5-VL, and
-`qwen3_vl.py` that of Qwen3-VL.
+`qwen3_vl.py` that of Qwen3-VL, from which the others derive.
 """
 
 from __future__ import annotations
@@ -80,6 +80,8 @@ class VisionTower(Tower):
 
     names: ClassVar[dict[str, str]]  # HF tensor name of each parameter; `{}` is the layer index
     activation: ClassVar[str]  # `hidden_act`
+    width_field: ClassVar[str] = "hidden_size"
+    out_width_field: ClassVar[str] = "out_hidden_size"
     entry: ClassVar[str] = "vision"
 
     width: int
@@ -114,7 +116,7 @@ class VisionTower(Tower):
         def read_size(name: str) -> int:
             return read_positive_int(vision_fields, name, source)
 
-        width, heads = read_size("hidden_size"), read_size("num_heads")
+        width, heads = read_size(cls.width_field), read_size("num_heads")
         act = canonicalize_activation(vision_fields["hidden_act"])
         rope = read_object_field(vision_fields, "rope_parameters", source)
         theta: Any = rope.get("rope_theta", vision_fields.get("rope_theta"))
@@ -123,7 +125,7 @@ class VisionTower(Tower):
             "mlp_width": read_size("intermediate_size"),
             "num_layers": read_size("depth"),
             "num_heads": heads,
-            "out_width": read_size("out_hidden_size"),
+            "out_width": read_size(cls.out_width_field),
             "channels": read_size("in_channels"),
             "patch": read_size("patch_size"),
             "temporal_patch": read_size("temporal_patch_size"),
@@ -143,7 +145,7 @@ class VisionTower(Tower):
         """Return the `vision_config` fields; the inverse of `from_fields`."""
         return {
             "depth": self.num_layers,
-            "hidden_size": self.width,
+            self.width_field: self.width,
             "hidden_act": self.activation,
             "intermediate_size": self.mlp_width,
             "num_heads": self.num_heads,
@@ -151,7 +153,7 @@ class VisionTower(Tower):
             "patch_size": self.patch,
             "spatial_merge_size": self.merge,
             "temporal_patch_size": self.temporal_patch,
-            "out_hidden_size": self.out_width,
+            self.out_width_field: self.out_width,
             "rope_parameters": {"rope_type": "axial", "rope_theta": self.rope_theta},
         }
 

@@ -6,20 +6,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
 
-from jaxrl.extras.vision.processor import Image
+from jaxrl.envs.images import Picture
+from jaxrl.extras.vision.processor import HFImageProcessor, Image
+from jaxrl.extras.vision.qwen2_vl import Qwen2Vision, Qwen2VLConfig
 from jaxrl.extras.vision.qwen3_vl import Qwen3Vision, Qwen3VLConfig
 from jaxrl.extras.vision.qwen_vl import QwenVLConfig
 from jaxrl.extras.vision.vision import QwenVision
-from jaxrl.models.hf_weights import load_hf, save_hf
+from jaxrl.models.hf_weights import load_hf, locate_hf_tensors, save_hf
 from jaxrl.models.layers import LayerScan
 from jaxrl.models.registry import read_architecture
+from tests.helpers import relative_distance
+from tests.images import drawn, encoded, save_processor
 from tests.vision import logits_of
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("quick_compilation")]
 torch.set_num_threads(1)  # the models are too small to share
 
 IMAGE, VIDEO, START = 1, 2, 3
@@ -66,6 +71,16 @@ def random_tower(rng, out_width):
     }
 
 
+def qwen2(seed):
+    """A small Qwen2-VL."""
+    rng = np.random.default_rng(seed)
+    decoder = random_decoder(rng)
+    tower = random_tower(rng, decoder["width"])
+    tower["mlp_width"] = tower["width"] * int(rng.integers(1, 5))
+    kind = {"qkv_bias": True, "output_bias": False, "qk_norm": False}
+    return Qwen2VLConfig(**decoder, **kind, tower=Qwen2Vision(**tower))
+
+
 def qwen2_5(seed):
     """A small Qwen2.5-VL."""
     rng = np.random.default_rng(seed)
@@ -75,7 +90,7 @@ def qwen2_5(seed):
     window = tower["merge"] * int(rng.integers(1, 4))
     vision = QwenVision(**tower, window=window, full_layers=tuple(map(int, full)))
     kind = {"qkv_bias": True, "output_bias": False, "qk_norm": False}
-    return QwenVLConfig(**decoder, **kind, vision=vision)
+    return QwenVLConfig(**decoder, **kind, tower=vision)
 
 
 def qwen3(seed):
@@ -91,10 +106,11 @@ def qwen3(seed):
     )
     has_bias = bool(rng.integers(2))
     kind = {"qkv_bias": has_bias, "output_bias": has_bias, "qk_norm": True}
-    return Qwen3VLConfig(**decoder, **kind, vision=vision)
+    return Qwen3VLConfig(**decoder, **kind, tower=vision)
 
 
 FAMILIES = {
+    "Qwen2VL": qwen2,
     "Qwen2_5_VL": qwen2_5,
     "Qwen3VL": qwen3,
 }
@@ -133,7 +149,23 @@ def random_images(config, rng, count):
     return images, np.array(ids)
 
 
-@pytest.mark.parametrize("seed", range(30))
+def make_inputs(ids, images):
+    """Return the inputs of the reference."""
+    token_ids = torch.tensor(ids[None])
+    return {
+        "input_ids": token_ids,
+        "pixel_values": torch.tensor(np.concatenate([image.patches for image in images])),
+        "image_grid_thw": torch.tensor([image.grid for image in images]),
+        "mm_token_type_ids": (token_ids == IMAGE).int(),
+    }
+
+
+def is_text(config):
+    """Return a mask of the ids that are not masked out."""
+    return ~np.isin(np.arange(config.vocab_size), [IMAGE, VIDEO])
+
+
+@pytest.mark.parametrize("seed", range(15))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_reads_our_export(tmp_path, family, seed):
     config, rng = FAMILIES[family](seed), np.random.default_rng(seed)
@@ -142,20 +174,16 @@ def test_transformers_reads_our_export(tmp_path, family, seed):
     assert read_architecture(tmp_path / "hf") == config
     model = reference_class(family).from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
     images, ids = random_images(config, rng, int(rng.integers(1, 4)))
-    patches = torch.tensor(np.concatenate([one.patches for one in images]))
-    grids = torch.tensor([one.grid for one in images])
-    token_ids = torch.tensor(ids[None])
-    kinds = (token_ids == IMAGE).int()
+    inputs = make_inputs(ids, images)
+    patches, grids = inputs["pixel_values"], inputs["image_grid_thw"]
     with torch.no_grad():
         found = model.model.get_image_features(patches, grids)
         depths = [found.pooler_output, *getattr(found, "deepstack_features", ())]
         features = torch.cat([torch.cat(list(of_images)) for of_images in depths], dim=1)
-        logits = model(
-            input_ids=token_ids,
-            pixel_values=patches,
-            image_grid_thw=grids,
-            mm_token_type_ids=kinds,
-        ).logits[0]
+        kinds = inputs["mm_token_type_ids"]
+        positions, _ = model.model.get_rope_index(inputs["input_ids"], kinds, image_grid_thw=grids)
+        logits = model(**inputs).logits[0]
+    np.testing.assert_array_equal(config.tower.compute_positions(ids, images).T, positions[:, 0])
     collated = config.tower.collate(images)
     see = partial(config.tower.encode, layer_scan=LayerScan(scan=False))
     rows = collated.patches[None], collated.coords[None]
@@ -163,8 +191,52 @@ def test_transformers_reads_our_export(tmp_path, family, seed):
     seen = jax.jit(see)(params["vision"], *rows)[0][np.concatenate(collated.units)]
     np.testing.assert_allclose(seen, features.numpy(), atol=1e-4, rtol=0)
     run = jax.jit(partial(logits_of, config, rows=[ids], images_of_rows=[images]))
-    found = run(params)[0][:, 3:]
-    np.testing.assert_allclose(found, logits[:, 3:].numpy(), atol=2e-4, rtol=0)
+    ours, theirs = (x[:, is_text(config)] for x in (run(params)[0], logits.numpy()))
+    np.testing.assert_allclose(
+        jax.nn.log_softmax(ours), jax.nn.log_softmax(theirs), atol=1e-4, rtol=0
+    )
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_update_has_the_gradients_of_transformers(tmp_path, family, seed):
+    config, rng = FAMILIES[family](seed), np.random.default_rng(seed)
+    params = jax.tree.map(jnp.asarray, random_params(config, seed))
+    save_hf(params, config, tmp_path / "hf")
+    model = reference_class(family).from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
+    images, ids = random_images(config, rng, 2)
+    at = np.flatnonzero(ids[1:] != IMAGE) + 1
+    allowed = model(**make_inputs(ids, images)).logits[0]
+    allowed = allowed.masked_fill(torch.tensor(~is_text(config)), torch.finfo().min / 2)
+    (-allowed.log_softmax(dim=-1)[at - 1, ids[at]].mean()).backward()
+    theirs = {name: weight.grad.numpy() for name, weight in model.named_parameters()}
+
+    def loss(params):
+        logits = logits_of(config, params, [ids], [images])[0]
+        return -jax.nn.log_softmax(logits)[at - 1, ids[at]].mean()
+
+    leaves = flatten_dict(jax.jit(jax.grad(loss))(params), sep="/")
+    prefixes = {prefix: theirs for theirs, prefix in config.hf_prefix_map().items()}
+    ours = {}
+    for name, location in locate_hf_tensors(config).items():
+        gradient = np.asarray(leaves[location.param][location.index])
+        prefix = next((p for p in prefixes if name.startswith(p)), "")
+        name = prefixes.get(prefix, "") + name.removeprefix(prefix)
+        ours[name] = gradient.T if location.is_transposed else gradient
+    assert ours.keys() == theirs.keys()
+    assert relative_distance(ours, theirs) < 1e-4
+
+
+@pytest.mark.parametrize("size", [(5, 7), (90, 33), (64, 64)])
+def test_pixel_values_are_those_of_the_processor_of_transformers(tmp_path, size):
+    folder = save_processor(tmp_path, min_pixels=256, max_pixels=2048)
+    image = drawn(*size)
+    theirs = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")(
+        image, return_tensors="np"
+    )
+    ours = HFImageProcessor(folder)(Picture(data=encoded(image)))
+    assert ours.grid == tuple(theirs["image_grid_thw"][0])
+    np.testing.assert_array_equal(ours.patches, theirs["pixel_values"])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

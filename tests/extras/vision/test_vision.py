@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import shutil
 from functools import partial
 
@@ -13,6 +14,7 @@ from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file, save_file
 
 from jaxrl.extras.vision.processor import Image
+from jaxrl.extras.vision.qwen2_vl import Qwen2VLConfig
 from jaxrl.extras.vision.qwen3_vl import Qwen3VLConfig
 from jaxrl.extras.vision.qwen_vl import QwenVLConfig
 from jaxrl.extras.vision.tower import attend_segments
@@ -168,11 +170,18 @@ def test_both_spellings_of_names_come_in_and_go_out_bit_for_bit(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, params, load_hf(tmp_path / "fresh"))
 
 
-def test_names_of_qwen3_come_in_and_go_out_bit_for_bit(tmp_path):
-    config, params, _, _ = golden("qwen3_vl")
-    stored = load_file(FOLDERS / "qwen3_vl" / "model.safetensors")
-    assert "model.visual.deepstack_merger_list.1.linear_fc2.bias" in stored
-    save_hf(params, config, tmp_path / "out", source=FOLDERS / "qwen3_vl")
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("qwen2_vl", "visual.merger.ln_q.bias"),
+        ("qwen3_vl", "model.visual.deepstack_merger_list.1.linear_fc2.bias"),
+    ],
+)
+def test_names_come_in_and_go_out_bit_for_bit(tmp_path, name, tensor):
+    config, params, _, _ = golden(name)
+    stored = load_file(FOLDERS / name / "model.safetensors")
+    assert tensor in stored
+    save_hf(params, config, tmp_path / "out", source=FOLDERS / name)
     save_hf(params, config, tmp_path / "fresh")
     assert read_architecture(tmp_path / "fresh") == config
     for folder in tmp_path / "out", tmp_path / "fresh":
@@ -202,6 +211,39 @@ def test_config_of_qwen2_5_as_published():
     vision = {**published["vision_config"], "in_chans": 3, "spatial_patch_size": 2}
     del vision["rope_parameters"]
     assert QwenVLConfig.from_dict({**published, "vision_config": vision}) == golden()[0]
+
+
+def test_config_of_qwen2_vl_as_published():
+    """The fields of Qwen2-VL-2B-Instruct, and its number of parameters."""
+    fields = {
+        "model_type": "qwen2_vl", "vocab_size": 151936, "hidden_size": 1536,
+        "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
+        "num_key_value_heads": 2, "max_position_embeddings": 32768, "rope_theta": 1e6,
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "rms_norm_eps": 1e-6,
+        "sliding_window": 32768, "use_sliding_window": False, "tie_word_embeddings": True,
+        "vision_config": {
+            "depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "num_heads": 16, "in_chans": 3,
+            "hidden_size": 1536, "patch_size": 14, "spatial_merge_size": 2,
+            "spatial_patch_size": 14, "temporal_patch_size": 2,
+        },
+    }  # fmt: skip
+    model = Qwen2VLConfig.from_dict(fields)
+    assert (model.tower.token_id, model.video_id) == (151655, 151656)
+    sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(model.abstract_params())]
+    assert sum(sizes) == 2_208_985_600
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"vision": {"mlp_ratio": 0}}, "'mlp_ratio' is 0"),
+        ({"vision": {"hidden_size": 40}}, "'hidden_size' of 'vision_config' is 40; expected"),
+        ({"vision": {"hidden_act": "gelu"}}, "hidden_act 'gelu' in 'vision_config'"),
+    ],
+)
+def test_configs_of_qwen2_that_are_refused(changes, why):
+    fields = json.loads((FOLDERS / "qwen2_vl" / "config.json").read_text())
+    assert_refused(Qwen2VLConfig, fields, changes, why)
 
 
 @pytest.mark.parametrize(
