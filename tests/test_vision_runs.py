@@ -20,11 +20,13 @@ from transformers import PreTrainedTokenizerFast
 from jaxrl.config.schema import default_config, serialize_config
 from jaxrl.extras.chat import __main__ as chat
 from jaxrl.extras.vision.qwen2_vl import Qwen2Vision, Qwen2VLConfig
+from jaxrl.extras.vision.qwen3_5 import Qwen35Vision
 from jaxrl.extras.vision.qwen3_vl import Qwen3Vision, Qwen3VLConfig
 from jaxrl.extras.vision.qwen_vl import QwenVLConfig
 from jaxrl.extras.vision.vision import QwenVision
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf, save_hf
+from jaxrl.models.registry import resolve_architecture
 from jaxrl.run import run
 from tests.helpers import ROOT, build, settings_of, tiny_params, with_devices
 from tests.images import PAD, SPECIAL, TEMPLATE, drawn, encoded, looking_tokenizer, save_processor
@@ -67,7 +69,18 @@ def qwen2_vl():
     return Qwen2VLConfig(**DECODER, qkv_bias=True, qk_norm=False, tower=vision)
 
 
-OTHER_FAMILIES = {"qwen2_vl": qwen2_vl}
+def qwen3_5():
+    """Return a Qwen3.5 with a delta net and a layer with attention."""
+    family = resolve_architecture({"model_type": "qwen3_5"}, "", "config.json")
+    return family(
+        **DECODER | {"head_dim": 16, "rotary_fraction": 0.5, "attention_layers": (1,)},
+        **{"num_key_heads": 2, "num_value_heads": 4, "key_dim": 8, "value_dim": 8},
+        **{"qkv_bias": False, "qk_norm": True, "conv_width": 4, "has_tower": True},
+        tower=Qwen35Vision(**tower(), side=3),
+    )
+
+
+OTHER_FAMILIES = {"qwen2_vl": qwen2_vl, "qwen3_5": qwen3_5}
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,11 @@ from jaxrl.models.attention.reference import XLA
 from jaxrl.models.aux_arrays import AuxArrays
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.models.layers import LayerScan
+from jaxrl.models.recurrence import make_recur
 from jaxrl.models.registry import read_architecture
 
 FOLDERS = Path(__file__).parent / "golden"
-NAMES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+NAMES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5_vl")
 
 
 @cache
@@ -56,11 +57,15 @@ def aux_arrays_of(config, rows, images_of_rows, *, num_patches=None):
 def logits_of(config, params, rows, images_of_rows, *, layer_scan=LayerScan(), **settings):
     token_ids = jnp.asarray(np.stack(rows))
     positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
+    specs, starts = config.state_specs, jnp.zeros_like(token_ids)
+    recur = make_recur(specs, starts) if specs else None
     hidden = config.hidden_states(
         params,
         token_ids,
         positions,
         XLA.make_attend(jnp.ones_like(token_ids), positions),
-        replace(layer_scan, aux=aux_arrays_of(config, rows, images_of_rows, **settings)),
+        replace(
+            layer_scan, aux=aux_arrays_of(config, rows, images_of_rows, **settings), recur=recur
+        ),
     )
     return config.unembed(params, hidden, num_tokens=config.vocab_size)

@@ -330,13 +330,12 @@ def build_processor(
     Raises:
         ValueError: preprocessor_config.json does not match the model's config.json.
     """
-    if tokenizer.image_id is None:
+    if tokenizer.image_id is None or model.tower is None:
         return None
     processor: Any = pkgutil.resolve_name(PROCESSOR)(c.model.path, **c.get("images", {}))
     patches = processor.patch_values, processor.patches_per_token
-    if model.tower and patches != (
-        expected := (model.tower.patch_values, model.tower.patches_per_token)
-    ):
+    expected = model.tower.patch_values, model.tower.patches_per_token
+    if patches != expected:
         raise ValueError(
             f"preprocessor_config.json in {c.model.path!r} makes patches of {patches[0]} values, "
             f"{patches[1]} per token; the model's config.json expects {expected[0]} and "

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from jaxrl.config.keys import import_optional
 from jaxrl.config.registry import resolve
 from jaxrl.models.architecture import Architecture
 from jaxrl.utils.callables import format_failure, is_user_code
@@ -98,6 +99,8 @@ def resolve_architecture(fields: dict[str, Any], name: str, source: str) -> type
             f"config.model.architecture is {name!r}, which is not a subclass of "
             f"{Architecture.__module__}.{Architecture.__name__}."
         )
+    if name in TOWERS and (add_tower := import_optional(TOWERS[name])):
+        return add_tower(architecture_class, name)
     return architecture_class
 
 
@@ -116,4 +119,10 @@ ARCHITECTURES = {
 """Dotted path of the class for each `model_type` in `config.json`.
 
 Classes are imported when needed.
+"""
+
+TOWERS = {"qwen3_5": "jaxrl.extras.vision.qwen3_5:add_tower"}
+"""Function that adds a vision tower to the class of a `model_type`.
+
+If the function's folder is missing, the model is its text part.
 """

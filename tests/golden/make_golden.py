@@ -26,6 +26,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     Qwen2Config,
+    Qwen3_5Config,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -213,7 +214,8 @@ BALANCE_COEF = 0.1
 
 def randomize(model: torch.nn.Module) -> None:
     """Draw weights at which every parameter matters: no zero biases, no norm scales of one."""
-    adds_one = isinstance(model.config, Qwen3_5TextConfig)  # most norms add one to their scale
+    # Most norms of the decoder add one to their scale.
+    adds_one = isinstance(model.config, Qwen3_5TextConfig | Qwen3_5Config)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith("bias"):
@@ -222,7 +224,7 @@ def randomize(model: torch.nn.Module) -> None:
                 weight.uniform_(-2.0, 2.5)
             elif weight.ndim == 1:
                 weight.uniform_(0.5, 1.5)
-                if adds_one and "linear_attn" not in name:
+                if adds_one and "linear_attn" not in name and "visual" not in name:
                     weight.sub_(1.0)
             else:
                 weight.normal_(0.0, weight.shape[-1] ** -0.5)

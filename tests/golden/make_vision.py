@@ -24,6 +24,7 @@ from transformers import (
     AutoModelForImageTextToText,
     Qwen2_5_VLConfig,
     Qwen2VLConfig,
+    Qwen3_5Config,
     Qwen3VLConfig,
 )
 
@@ -104,6 +105,27 @@ MODELS = {
         },
         **TOKENS,
         tie_word_embeddings=True,
+    ),
+    "qwen3_5_vl": Qwen3_5Config(
+        text_config={
+            **TEXT,
+            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+            "head_dim": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "rope_parameters": {
+                **ROPE,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [2, 1, 1],
+                "mrope_interleaved": True,
+            },
+        },
+        vision_config={**TOWER, "depth": 2, "num_position_embeddings": 16},
+        **TOKENS,
+        tie_word_embeddings=False,
     ),
 }
 

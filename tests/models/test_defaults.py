@@ -57,19 +57,32 @@ FAMILIES = {
         },
         "image_token_id": 11, "video_token_id": 12, "tie_word_embeddings": True,
     },
+    "qwen3_5": {
+        "text_config": {
+            **QWEN3, "linear_num_key_heads": 2, "linear_num_value_heads": 48,
+            "rope_parameters": {
+                **ROPE, "mrope_section": [4, 4, 4], "partial_rotary_factor": 0.5,
+            },
+        },
+        "vision_config": {
+            **TOWER, "num_position_embeddings": 64, "hidden_act": "gelu_pytorch_tanh",
+        },
+        "image_token_id": 11, "video_token_id": 12, "tie_word_embeddings": True,
+    },
     "bert": {
         "vocab_size": 300, "hidden_size": 96, "intermediate_size": 80, "num_hidden_layers": 3,
         "num_attention_heads": 4, "max_position_embeddings": 64, "type_vocab_size": 3,
         "layer_norm_eps": 1e-3, "hidden_act": "gelu_new",
     },
 }  # fmt: skip
-for part in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"):
+for part in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"):
     del FAMILIES[part]["text_config"]["rope_theta"]
 # Without these, sizes do not fit together: the defaults of transformers are for a large model.
 REFUSED = {
     ("text_config", "head_dim"): "'mrope_section' is",
     ("text_config", "rope_parameters"): "'mrope_section' is",
     ("text_config", "rope_parameters", "mrope_section"): "'mrope_section' is",
+    ("text_config", "rope_parameters", "partial_rotary_factor"): "rotary pairs of a head, 6",
 }
 
 
@@ -129,7 +142,7 @@ def expected_tower(theirs):
     elif hasattr(tower, "num_position_embeddings"):
         others = {
             "tower.side": round(tower.num_position_embeddings**0.5),
-            "tower.deepstack_layers": tuple(tower.deepstack_visual_indexes),
+            "tower.deepstack_layers": tuple(getattr(tower, "deepstack_visual_indexes", ())),
         }
     else:
         others = {}
@@ -173,7 +186,7 @@ def test_missing_fields_have_the_defaults_of_transformers(family):
         if last in SIZE_FIELDS:  # these have no default
             with pytest.raises(ValueError, match=f"'{last}'"):
                 read(family, fields)
-        elif path in REFUSED and (last != "head_dim" or family == "qwen3_vl"):
+        elif path in REFUSED and (last != "head_dim" or family[:5] == "qwen3"):
             with pytest.raises(ValueError, match=REFUSED[path]):
                 read(family, fields)
         else:

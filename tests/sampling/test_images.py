@@ -86,8 +86,11 @@ def random_image(config, grid, seed):
     return Image(patches=patches, grid=grid)
 
 
-def test_images_are_read_as_in_the_full_pass():
-    config, params, expected, images = golden()
+@pytest.mark.parametrize(
+    "name", ["qwen2_5_vl", pytest.param("qwen3_5_vl", marks=pytest.mark.minutes)]
+)
+def test_images_are_read_as_in_the_full_pass(name):
+    config, params, expected, images = golden(name)
     prompt = tuple(map(int, expected["token_ids"][0]))
     blank = tuple(
         dataclasses.replace(image, patches=np.zeros_like(image.patches)) for image in images
@@ -102,7 +105,7 @@ def test_images_are_read_as_in_the_full_pass():
     with_image = ([40, 92, *[IMAGE] * 6, 93, 41], (random_image(config, (1, 6, 4), 0),))
     words = ([42, 43], ())
     observations = [with_image, words, with_image, words, with_image]
-    engine = shared_engine()
+    engine = shared_engine(name)
     before = dataclasses.replace(engine.counts)
     samples = play(engine, params, requests, observations)
     # A prompt is read once for its group; the same ids with other images are another prompt.

@@ -46,11 +46,19 @@ def gradient_of(shape, name):
     return GradientStep(model(name=name), weighted)(golden(name)[1], batch, packed).gradients
 
 
+SLOW = pytest.mark.slow(instead="::[qwen2_5_vl]")
+
+
 @pytest.mark.parametrize(
-    "name",
-    ["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.slow(instead="::[qwen2_5_vl]"))],
+    ("name", "shape"),
+    [
+        ("qwen2_5_vl", "shared prompts"),
+        ("qwen2_5_vl", "few images"),
+        pytest.param("qwen3_vl", "shared prompts", marks=SLOW),
+        pytest.param("qwen3_vl", "few images", marks=SLOW),
+        pytest.param("qwen3_5_vl", "few images", marks=SLOW),
+    ],
 )
-@pytest.mark.parametrize("shape", ["shared prompts", "few images"])
 def test_all_packings_have_the_gradient_of_each_sequence_alone(name, shape):
     gradients = gradient_of(SHAPES[shape], name)
     assert relative_distance(gradients, naive(name)) < 1e-5

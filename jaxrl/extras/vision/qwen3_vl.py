@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -97,6 +97,7 @@ class Qwen3Vision(VisionTower):
 
     names = HF_NAMES
     activation = "gelu_pytorch_tanh"
+    has_deepstack: ClassVar[bool] = True
 
     side: int = 0
     deepstack_layers: tuple[int, ...] = ()
@@ -106,14 +107,16 @@ class Qwen3Vision(VisionTower):
         """See `VisionTower.from_fields`."""
         common = cls.parse_common_fields(vision_fields, source)
         count = read_positive_int(vision_fields, "num_position_embeddings", source)
-        side, deep = round(count**0.5), vision_fields["deepstack_visual_indexes"]
+        side, deep = round(count**0.5), vision_fields.get("deepstack_visual_indexes", [])
         layers = set(range(common["num_layers"]))
         reject_unsupported_features(
             {
                 f"num_position_embeddings {count} (not a square)": side**2 != count,
-                f"deepstack_visual_indexes {deep!r:.80} with {len(layers)} layers": not deep
-                or not isinstance(deep, list)
-                or {*map(type, deep)} != {int}
+                f"deepstack_visual_indexes {deep!r:.80} with {len(layers)} layers": not isinstance(
+                    deep, list
+                )
+                or bool(deep) is not cls.has_deepstack
+                or not {int}.issuperset(map(type, deep))
                 or not layers.issuperset(deep)
                 or deep != sorted(set(deep)),
             },
@@ -326,7 +329,7 @@ class Qwen3VLConfig(QwenVLConfig):
 
     def _pair_axes(self) -> np.ndarray:
         """Return alternating axes: time, height, width. The remaining pairs use time."""
-        axes = np.zeros(self.head_dim // 2, np.int32)
+        axes = np.zeros(self.rotary_dim // 2, np.int32)
         for axis in (1, 2):
             axes[axis : 3 * self.mrope_section[axis] : 3] = axis
         return axes

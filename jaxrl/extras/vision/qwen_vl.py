@@ -42,6 +42,7 @@ class QwenVLConfig(QwenConfig):
 
     model_type: ClassVar[str] = "qwen2_5_vl"
     text_type: ClassVar[str] = "qwen2"  # the decoder's
+    text_class: ClassVar[type[QwenConfig]] = QwenConfig
     hf_class: ClassVar[str] = "Qwen2_5_VLForConditionalGeneration"
     tower_class: ClassVar[type[VisionTower]] = QwenVision
     default_sections: ClassVar[tuple[int, ...]] = (16, 24, 24)
@@ -65,7 +66,7 @@ class QwenVLConfig(QwenConfig):
                 f"{cls.model_type!r}."
             )
         # Parse the decoder as a text model, without M-RoPE.
-        text = QwenConfig.from_dict(cls._get_text_fields(fields, source), source=source)
+        text = cls.text_class.from_dict(cls._get_text_fields(fields, source), source=source)
         if text.rope_scaling is not None:
             raise ValueError(
                 f"{source}: RoPE scaling {text.rope_scaling.rope_type!r} with images is not "
@@ -84,10 +85,10 @@ class QwenVLConfig(QwenConfig):
             )
         sections = rope.get("mrope_section", [*cls.default_sections])
         has_int_sections = isinstance(sections, list) and [*map(type, sections)] == [int] * 3
-        if not has_int_sections or min(sections) < 0 or 2 * sum(sections) != text.head_dim:
+        if not has_int_sections or min(sections) < 0 or 2 * sum(sections) != text.rotary_dim:
             raise ValueError(
                 f"{source}: 'mrope_section' is {sections!r:.80}; expected three integers that "
-                f"add up to half of a head, {text.head_dim // 2}."
+                f"add up to the rotary pairs of a head, {text.rotary_dim // 2}."
             )
         # The tower's output must match the decoder.
         vision_fields = fields.get("vision_config")

@@ -41,6 +41,13 @@ def test_patches_of_a_micro_batch_and_of_what_is_read():
     assert one_turn["patches"] == 4 * 128 * 4 * (24 + 4)
 
 
+def test_a_hybrid_keeps_states_beside_images():
+    rollout = phases("qwen3_5_vl")["rollout"]
+    # 4 rows and 4 prompts; 4 heads of 8 x 8, and 3 tokens of (2 + 2 + 4) x 8 channels.
+    assert rollout.persistent["states of recurrent layers"] == 8 * 4 * (4 * 8 * 8 + 3 * 8 * 8)
+    assert rollout.moments["images"]["patches"] == 4 * 256 * 4 * (24 + 4)
+
+
 def test_a_frozen_tower_keeps_nothing():
     frozen = phases(**{"model.freeze_tower": True})["train update"].moments["images"]
     assert "images, kept for the backward pass" not in frozen

@@ -11,12 +11,14 @@ from flax.traverse_util import flatten_dict
 from jaxrl.envs.images import Picture
 from jaxrl.extras.vision.processor import HFImageProcessor, Image
 from jaxrl.extras.vision.qwen2_vl import Qwen2Vision, Qwen2VLConfig
+from jaxrl.extras.vision.qwen3_5 import Qwen35Vision
 from jaxrl.extras.vision.qwen3_vl import Qwen3Vision, Qwen3VLConfig
 from jaxrl.extras.vision.qwen_vl import QwenVLConfig
 from jaxrl.extras.vision.vision import QwenVision
 from jaxrl.models.hf_weights import load_hf, locate_hf_tensors, save_hf
 from jaxrl.models.layers import LayerScan
-from jaxrl.models.registry import read_architecture
+from jaxrl.models.registry import read_architecture, resolve_architecture
+from tests.extras.delta_net import models
 from tests.helpers import relative_distance
 from tests.images import drawn, encoded, save_processor
 from tests.vision import logits_of
@@ -109,10 +111,38 @@ def qwen3(seed):
     return Qwen3VLConfig(**decoder, **kind, tower=vision)
 
 
+def qwen3_5(seed):
+    """A small Qwen3.5, part of whose heads is rotated."""
+    rng = np.random.default_rng(seed)
+    decoder = random_decoder(rng)
+    parts = int(rng.integers(1, 5))
+    num_key_heads = int(rng.integers(1, 3))
+    num_layers = decoder["num_layers"] + 1
+    attention = rng.choice(num_layers, rng.integers(1, num_layers), replace=False)
+    tower = random_tower(rng, decoder["width"])
+    return resolve_architecture({"model_type": "qwen3_5"}, "", "config.json")(
+        **decoder
+        | {
+            "num_layers": num_layers,
+            "head_dim": parts * decoder["head_dim"],
+            "rotary_fraction": 1 / parts,
+        },
+        **{"qkv_bias": False, "output_bias": False, "qk_norm": True, "has_tower": True},
+        attention_layers=tuple(sorted(map(int, attention))),
+        num_key_heads=num_key_heads,
+        num_value_heads=num_key_heads * int(rng.integers(1, 3)),
+        key_dim=int(rng.integers(8, 17)),
+        value_dim=int(rng.integers(8, 17)),
+        conv_width=int(rng.integers(2, 5)),
+        tower=Qwen35Vision(**tower, side=int(rng.integers(1, 9))),
+    )
+
+
 FAMILIES = {
     "Qwen2VL": qwen2,
     "Qwen2_5_VL": qwen2_5,
     "Qwen3VL": qwen3,
+    "Qwen3_5": qwen3_5,
 }
 """By the name that transformers gives their classes."""
 
@@ -122,6 +152,15 @@ def reference_class(family):
 
 
 def random_params(config, seed):
+    """Weights at which every parameter matters; those of a hybrid are like published ones."""
+    params = random_weights(config, seed)
+    if config.recurrent_entry:
+        hybrid = models.random_params(config, seed)
+        params = {name: hybrid[name] if name != "vision" else params[name] for name in params}
+    return params
+
+
+def random_weights(config, seed):
     """Weights at which every parameter matters: no zero biases, no norm scales of one."""
     rng = np.random.default_rng(seed)
 

@@ -175,6 +175,7 @@ def test_both_spellings_of_names_come_in_and_go_out_bit_for_bit(tmp_path):
     [
         ("qwen2_vl", "visual.merger.ln_q.bias"),
         ("qwen3_vl", "model.visual.deepstack_merger_list.1.linear_fc2.bias"),
+        ("qwen3_5_vl", "model.visual.pos_embed.weight"),
     ],
 )
 def test_names_come_in_and_go_out_bit_for_bit(tmp_path, name, tensor):
@@ -188,6 +189,20 @@ def test_names_come_in_and_go_out_bit_for_bit(tmp_path, name, tensor):
         out = load_file(folder / "model.safetensors")
         assert out.keys() == stored.keys()
         jax.tree.map(np.testing.assert_array_equal, out, stored)
+
+
+def test_qwen3_5_exports_a_layer_that_it_does_not_use(tmp_path):
+    config, params, _, _ = golden("qwen3_5_vl")
+    stored = load_file(FOLDERS / "qwen3_5_vl" / "model.safetensors")
+    stored["mtp.fc.weight"] = np.ones((2, 3), np.float16)
+    source = shutil.copytree(FOLDERS / "qwen3_5_vl", tmp_path / "source")
+    save_file(stored, source / "model.safetensors", metadata={"format": "pt"})
+    save_hf(jax.tree.map(lambda leaf: leaf + 1, params), config, tmp_path / "out", source=source)
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert exported.keys() == stored.keys()
+    assert exported["mtp.fc.weight"].dtype == np.float16
+    for name in ("model.visual.pos_embed.weight", "model.language_model.norm.weight"):
+        np.testing.assert_array_equal(exported[name], stored[name] + 1)
 
 
 def fields_of(**changes):

@@ -1,0 +1,54 @@
+"""Qwen3.5's vision tower: that of Qwen3-VL (`qwen3_vl`) without DeepStack.
+
+The text part belongs to another extra, which this module does not import: `models.registry` passes
+its class to `add_tower`. Positions alternate as in Qwen3-VL, over the rotated part of each head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from jaxrl.extras.vision import qwen3_vl
+from jaxrl.extras.vision.qwen3_vl import Qwen3Vision, Qwen3VLConfig
+from jaxrl.models.qwen import QwenConfig
+
+HF_NAMES = {
+    name: tensor for name, tensor in qwen3_vl.HF_NAMES.items() if not name.startswith("deepstack/")
+}
+"""HF tensor name of each parameter; `{}` is the layer index."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen35Vision(Qwen3Vision):
+    """Vision tower of Qwen3.5, built from a `vision_config`."""
+
+    names = HF_NAMES
+    has_deepstack = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen35VLConfig(Qwen3VLConfig):
+    """Qwen3.5 with images, without its text part; see `add_tower`."""
+
+    hf_class = "Qwen3_5ForConditionalGeneration"
+    tower_class = Qwen35Vision
+    default_sections = (11, 11, 10)
+
+    @classmethod
+    def _get_text_fields(cls, fields: dict[str, Any], source: str) -> dict[str, Any]:
+        """Return the fields of the complete file, which the text class reads."""
+        return {**fields, "tie_word_embeddings": bool(fields.get("tie_word_embeddings"))}
+
+    def hf_copied_prefixes(self) -> tuple[str, ...]:
+        """Return the prefix of the layer that predicts two tokens."""
+        return ("mtp.",)
+
+
+@cache
+def add_tower(text_class: type[QwenConfig], model_type: str) -> type[Qwen35VLConfig]:
+    """Return the class of a model with a tower, given the class of its text part."""
+    members = {"__module__": __name__, "model_type": model_type, "text_class": text_class}
+    joined = type(f"Vision{text_class.__name__}", (Qwen35VLConfig, text_class), members)
+    return dataclass(frozen=True, kw_only=True)(joined)
