@@ -27,6 +27,7 @@ from jaxrl.extras.experts.qwen_moe import QwenMoeConfig
 from jaxrl.models import kv_cache
 from jaxrl.models.attention.kernels import compute_key_ranges
 from jaxrl.models.attention.reference import XLA, attend_pages
+from jaxrl.models.aux_arrays import AuxArrays
 from jaxrl.models.layers import LayerScan, SamplerLayerScan, prepare_sampler_weights
 from jaxrl.models.output import LOGIT_CAPACITIES
 from jaxrl.models.qwen import QwenConfig
@@ -225,11 +226,13 @@ def gather(batch, values, index):
     return np.asarray(values)[np.asarray(batch.segment_ids) == index + 1]
 
 
-def full_pass(config, params, token_ids, positions, segment_ids, *, remat="none", scan=True):
+def full_pass(
+    config, params, token_ids, positions, segment_ids, *, remat="none", scan=True, aux=None
+):
     """Return the final hidden states of packed rows, with XLA's attention."""
     attend = XLA.make_attend(segment_ids, positions)
     recur = make_recur(config.state_specs, compute_key_ranges(segment_ids, positions)[:, 0])
-    layer_scan = LayerScan(remat=remat, scan=scan, recur=recur)
+    layer_scan = LayerScan(remat=remat, scan=scan, aux=aux or AuxArrays(), recur=recur)
     return config.hidden_states(params, token_ids, positions, attend, layer_scan)
 
 
@@ -332,6 +335,15 @@ def policy_loss(*, loss=None, kl=None):
     config.loss.update(loss or {})
     config.kl.update(kl or {})
     return make_policy_loss(method_of(config))
+
+
+def split_fused(gradients, config):
+    """Return gradients with those of fused tensors split into parts, by the names in `hf_names`."""
+    split = dict(gradients)
+    for name, fused in config.hf_fused_tensors().items():
+        whole = split.pop(name)
+        split |= {part: whole[index, rows] for part, (index, rows) in fused.slices.items()}
+    return split
 
 
 def relative_distance(got, wanted):

@@ -52,17 +52,25 @@ def resolve(key: str, name: str, table: Mapping[str, Any], *, example: str) -> A
     folder = re.split("[.:]", path)[0]
     # Git may delete a folder's files but leave its `__pycache__`.
     if package == "jaxrl" and not (EXTRAS / folder / "__init__.py").exists():
-        raise ValueError(
-            f"config.{key} is {name!r}, which needs the missing folder jaxrl/extras/{folder}; "
-            "restore the folder or choose another name."
-        )
+        raise _missing_extra_error(key, name, folder)
     try:
         return _import_object(entry)
     except (Exception, SystemExit) as error:  # importing the module runs user code
+        if package == "jaxrl" and isinstance(error, ModuleNotFoundError):
+            *parents, folder = str(error.name).split(".")[:3]
+            if parents == ["jaxrl", "extras"]:  # an extra that needs another
+                raise _missing_extra_error(key, name, folder) from error
         hint = ""
         if isinstance(error, ModuleNotFoundError):
             hint = "; put its file next to the config file, or add its folder to PYTHONPATH"
         raise ValueError(f"config.{key} is {entry!r}: {format_failure(error)}{hint}.") from error
+
+
+def _missing_extra_error(key: str, name: str, folder: str) -> ValueError:
+    return ValueError(
+        f"config.{key} is {name!r}, which needs the missing folder jaxrl/extras/{folder}; "
+        "restore the folder or choose another name."
+    )
 
 
 def _import_object(path: str) -> Any:

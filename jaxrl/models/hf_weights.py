@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from jaxrl.models.architecture import Architecture
+from jaxrl.models.architecture import Architecture, FusedTensor
 from jaxrl.models.layers import Stacks
 from jaxrl.models.registry import read_architecture, read_hf_config
 from jaxrl.runtime import sharding
@@ -270,14 +270,13 @@ def open_and_validate(
 ) -> dict[str, StoredTensor]:
     """Open and validate all tensors, by their names in the files. Fused tensors are split."""
     stored = open_tensors(folder)
-    for name, fused in config.hf_fused_tensors().items():
-        if name in stored:
-            fused_tensor = stored.pop(name)
-            check_shape(fused_tensor, TensorLocation(name, (), fused.shape))
-            for part, (matrix_index, rows) in fused.slices.items():
-                stored[part] = StoredTensor(
-                    part, fused_tensor.file, _MatrixSlice(fused_tensor.data, matrix_index, rows)
-                )
+    for name, fused in _find_fused_tensors(config, stored).items():
+        fused_tensor = stored.pop(name)
+        check_shape(fused_tensor, TensorLocation(name, (), fused.shape))
+        for part, (matrix_index, rows) in fused.slices.items():
+            stored[part] = StoredTensor(
+                part, fused_tensor.file, _MatrixSlice(fused_tensor.data, matrix_index, rows)
+            )
     unused = _find_unused_tensors(config, stored)
     if ignored := unused - _find_copied_tensors(config, stored):
         tensors = "1 tensor" if len(ignored) == 1 else f"{len(ignored)} tensors"
@@ -294,6 +293,13 @@ def open_and_validate(
 
 BUFFERS = re.compile(r"(^|\.)(rotary_(pos_)?emb\.\w+|position_ids|masked_bias)$")
 """Names of buffers in old checkpoints; their values are derived from the config."""
+
+
+def _find_fused_tensors(config: Architecture, stored: Iterable[str]) -> dict[str, FusedTensor]:
+    """Return the fused tensors among stored names; their parts have the names in `hf_names`."""
+    fused = config.hf_fused_tensors()
+    canonical = {name: canonicalize_name(config, name) for name in stored} if fused else {}
+    return {name: fused[original] for name, original in canonical.items() if original in fused}
 
 
 def _find_copied_tensors(config: Architecture, stored: Iterable[str]) -> set[str]:
@@ -455,8 +461,8 @@ def save_hf(
         config: Architecture of the parameters.
         path: Folder to write.
         source: HF folder from which training started. Its config, tokenizer and generation settings
-            are copied byte for byte, and tensors are stored in the source's dtypes. None writes a
-            new config.json and float32 tensors.
+            are copied byte for byte, and tensors are stored in the source's dtypes, fused if the
+            source's are. None writes a new config.json and float32 tensors.
         max_shard_size: Maximum bytes of tensors per file, except for a single larger tensor.
 
     Raises:
@@ -501,18 +507,26 @@ def write_hf(
         dtypes: Dtype of each tensor, a key of `DTYPES`.
         max_shard_size: Maximum bytes of tensors per file.
     """
-    locations = _locate_exported_tensors(config, dtypes)
-    sizes = {
-        name: int(np.prod(location.shape)) * DTYPES[dtypes[name]].itemsize
-        for name, location in locations.items()
-    }
     is_writer = jax.process_index() == 0
     stored = {} if source is None else open_tensors(Path(source))
     copied = {name: stored[name] for name in sorted(_find_copied_tensors(config, stored))}
+    fused = _find_fused_tensors(config, stored)
+    fused_names = {part: name for name, whole in fused.items() for part in whole.slices}
+    sizes: dict[str, int] = {}
+    for name, location in _locate_exported_tensors(config, dtypes).items():
+        exported, size = fused_names.get(name, name), DTYPES[dtypes[name]].itemsize
+        sizes[exported] = sizes.get(exported, 0) + math.prod(location.shape) * size
     sizes |= {name: math.prod(t.shape) * DTYPES[t.dtype].itemsize for name, t in copied.items()}
 
     def get_any_tensor(name: str) -> np.ndarray:
-        return copied[name].data[:] if name in copied else get_tensor(name, DTYPES[dtypes[name]])
+        if name in copied:
+            return copied[name].data[:]
+        if name not in fused:
+            return get_tensor(name, DTYPES[dtypes[name]])
+        whole = np.empty(fused[name].shape, DTYPES[stored[name].dtype])
+        for part, (matrix_index, rows) in fused[name].slices.items():
+            whole[matrix_index, rows] = get_tensor(part, whole.dtype)
+        return whole
 
     with atomic_folder(Path(path), marker="config.json", is_writer=is_writer) as folder:
         if is_writer:

@@ -115,6 +115,9 @@ ARCHITECTURES = {
     "qwen3_5": "jaxrl.extras.delta_net.qwen3_5.Qwen35Config",
     "qwen3_5_text": "jaxrl.extras.delta_net.qwen3_5.Qwen35Config",
     "qwen3_moe": "jaxrl.extras.experts.qwen_moe.QwenMoeConfig",
+    "qwen3_5_moe": "jaxrl.extras.hybrid_moe.qwen3_5_moe.Qwen35MoeConfig",
+    "qwen3_5_moe_text": "jaxrl.extras.hybrid_moe.qwen3_5_moe.Qwen35MoeConfig",
+    "qwen3_next": "jaxrl.extras.hybrid_moe.qwen3_next.Qwen3NextConfig",
 }
 """Dotted path of the class for each `model_type` in `config.json`.
 

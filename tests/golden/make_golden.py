@@ -27,9 +27,11 @@ from transformers import (
     MistralConfig,
     Qwen2Config,
     Qwen3_5Config,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -52,6 +54,19 @@ EXPERTS = {
     "norm_topk_prob": True,
     "head_dim": 8,
 }
+
+HYBRID = {
+    "num_hidden_layers": 3,
+    "rms_norm_eps": 1e-4,  # less rounding where a delta net's output is almost 0
+    "shared_expert_intermediate_size": 20,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "rope": {"partial_rotary_factor": 0.5},
+}
+HYBRID_KINDS = Qwen3_5TextConfig, Qwen3_5MoeTextConfig, Qwen3NextConfig
+MOE_KINDS = Qwen3MoeConfig, Qwen3_5MoeTextConfig, Qwen3NextConfig
 
 
 def small(kind: Any, *, rope_theta: float = 1e6, rope: Any = None, **changes: Any) -> Any:
@@ -188,6 +203,21 @@ MODELS = {
         linear_value_head_dim=16,
         rope={"partial_rotary_factor": 0.25},
     ),
+    "qwen3_5_moe": small(
+        Qwen3_5MoeTextConfig,
+        **EXPERTS | HYBRID,
+        num_experts=4,
+        num_experts_per_tok=2,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+    ),
+    "qwen3_next": small(
+        Qwen3NextConfig,
+        **EXPERTS | HYBRID | {"norm_topk_prob": False},
+        num_experts=5,
+        num_experts_per_tok=3,
+        mlp_only_layers=[1],
+        layer_types=["linear_attention", "linear_attention", "full_attention"],
+    ),
 }
 
 SCALINGS: list[dict[str, Any]] = [
@@ -215,7 +245,7 @@ BALANCE_COEF = 0.1
 def randomize(model: torch.nn.Module) -> None:
     """Draw weights at which every parameter matters: no zero biases, no norm scales of one."""
     # Most norms of the decoder add one to their scale.
-    adds_one = isinstance(model.config, Qwen3_5TextConfig | Qwen3_5Config)
+    adds_one = isinstance(model.config, (*HYBRID_KINDS, Qwen3_5Config))
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith("bias"):
@@ -306,16 +336,16 @@ def main() -> None:
         folder = Path(__file__).parent / name
         shutil.rmtree(folder, ignore_errors=True)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-        if isinstance(config, Qwen3MoeConfig):
+        if isinstance(config, MOE_KINDS):
             model.set_experts_implementation("eager")  # one expert after another
         randomize(model)
         model.save_pretrained(folder)
         if name.endswith("old_spelling"):
             spell_as_before_transformers_5(folder / "config.json")
-        is_hybrid = isinstance(config, Qwen3_5TextConfig)  # 70 tokens are more than a chunk
+        is_hybrid = isinstance(config, HYBRID_KINDS)  # 70 tokens are more than a chunk
         token_ids = torch.randint(0, config.vocab_size, (2, 70 if is_hybrid else 20))
         arrays = reference(model, token_ids)
-        if isinstance(config, Qwen3MoeConfig):
+        if isinstance(config, MOE_KINDS):
             arrays |= gradients(model, token_ids)
         save = np.savez_compressed if len(arrays) > 4 else np.savez
         save(folder / "golden.npz", **arrays)

@@ -317,11 +317,9 @@ class Qwen35Config(QwenConfig):
     def _run_delta_net(
         self, weights: Params, x: Float[Array, "M D"], recur: Mixer
     ) -> Float[Array, "M D"]:
-        names = ("qkv", "gate", "beta")
-        qkv, gate, beta = (checkpoint_name(linear(weights[name], x), name) for name in names)
+        qkv, gate, beta, step = self.project_delta_net(weights, x)
         decay = weights["decay"]
         rate = jnp.exp(decay["log_rate"].astype(jnp.float32))
-        step = linear({name: decay[name] for name in decay if name not in ("bias", "log_rate")}, x)
         step = jax.nn.softplus(step.astype(jnp.float32) + decay["bias"].astype(jnp.float32))
         inputs = {
             "qkv": qkv,
@@ -334,6 +332,16 @@ class Qwen35Config(QwenConfig):
         gate = gate.reshape(out.shape).astype(jnp.float32)
         out = (out.astype(jnp.float32) * jax.nn.silu(gate)).astype(x.dtype)
         return linear(weights["o"], out.reshape(len(x), -1))
+
+    def project_delta_net(
+        self, weights: Params, x: Float[Array, "M D"]
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Compute a delta net's `qkv`, `gate`, `beta` and `decay` before their activations."""
+        names = ("qkv", "gate", "beta")
+        qkv, gate, beta = (checkpoint_name(linear(weights[name], x), name) for name in names)
+        decay = weights["decay"]
+        step = linear({name: decay[name] for name in decay if name not in ("bias", "log_rate")}, x)
+        return qkv, gate, beta, step
 
     def _make_advance(self, kernel: Float[Array, "W channels"]) -> Any:
         """Return the function that advances a delta net by a chunk; see `recurrence.Advance`."""

@@ -1,20 +1,26 @@
 """Qwen3-MoE: Qwen3's decoder with experts instead of an MLP in some layers.
 
 The parameter tree is that of `qwen`, except that `blocks/mlp` contains only the dense layers, and
-the N other layers have E experts each:
+the N other layers have E experts each, and perhaps a shared expert that every token uses:
 
     blocks/moe/router/kernel                        [N, D, E]
     blocks/moe/{gate,up}/kernel                     [N, E, D, F]
     blocks/moe/down/kernel                          [N, E, F, D]
+    blocks/shared_expert/{gate,up}/kernel           [N, D, S]
+    blocks/shared_expert/down/kernel                [N, S, D]
+    blocks/shared_expert/output_gate/kernel         [N, D, 1]       (HF: shared_expert_gate)
 
 A softmax over all experts selects the top k for each token (`experts/routing.py`). Tokens are
 sorted by expert for the matmuls (`experts/dispatch.py`).
+
+A family with other layers inherits from `QwenMoeConfig` first, then from its dense decoder: all
+methods call `super()`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -34,21 +40,28 @@ from jaxrl.models.architecture import FusedTensor, KernelCheck, MemoryTerms
 from jaxrl.models.aux_arrays import AuxArrays, TokenArraySpec
 from jaxrl.models.decoder import (
     drop_nulls,
+    linear,
     project,
     read_positive_int,
 )
 from jaxrl.models.defaults import fill_hf_defaults
 from jaxrl.models.layers import Stacks
-from jaxrl.models.qwen import QwenConfig
+from jaxrl.models.qwen import MLP, QwenConfig
 from jaxrl.runtime.compilation import join_keys
 from jaxrl.types import Params
 
-_EXPERT = "model.layers.{}.mlp.experts.{}."
+_MLP = "model.layers.{}.mlp."
+_EXPERT = _MLP + "experts.{}."
 HF_NAMES = {
-    "blocks/moe/router/kernel": "model.layers.{}.mlp.gate.weight",
+    "blocks/moe/router/kernel": _MLP + "gate.weight",
     "blocks/moe/gate/kernel": _EXPERT + "gate_proj.weight",
     "blocks/moe/up/kernel": _EXPERT + "up_proj.weight",
     "blocks/moe/down/kernel": _EXPERT + "down_proj.weight",
+    **{
+        f"blocks/shared_expert/{name}/kernel": f"{_MLP}shared_expert.{name}_proj.weight"
+        for name in ("gate", "up", "down")
+    },
+    "blocks/shared_expert/output_gate/kernel": _MLP + "shared_expert_gate.weight",
 }
 """HF names in addition to those of `qwen`; the second `{}` is the expert index."""
 
@@ -84,6 +97,14 @@ class MoE(nnx.Module):
         self.down = ExpertLinear(E, F, D, rngs=rngs)
 
 
+class SharedExpert(MLP):
+    """SwiGLU weights of the shared expert, with the gate of its output."""
+
+    def __init__(self, config: QwenMoeConfig, *, rngs: nnx.Rngs):
+        super().__init__(replace(config, mlp_width=config.shared_width), rngs=rngs)
+        self.output_gate = nnx.Linear(config.width, 1, use_bias=False, rngs=rngs)
+
+
 @dataclass(frozen=True, kw_only=True)
 class QwenMoeConfig(QwenConfig):
     """Qwen3-MoE model, built from its `config.json`, with its expert kernels.
@@ -97,6 +118,7 @@ class QwenMoeConfig(QwenConfig):
     top_k: int  # experts per token
     renormalize: bool  # True if a token's expert weights sum to 1
     expert_layers: tuple[int, ...]  # sorted indices of the layers with experts
+    shared_width: int = 0  # inner width of the shared expert; 0 without one
     experts: ExpertKernels = field(
         default=XLA, compare=False
     )  # excluded, so that a model is equal on every mesh
@@ -119,44 +141,12 @@ class QwenMoeConfig(QwenConfig):
                 "'qwen3_moe'."
             )
         # The dense decoder is Qwen3's.
-        original, filled = fields, fill_hf_defaults(fields, "qwen3_moe", source=source)
+        filled = fill_hf_defaults(fields, "qwen3_moe", source=source)
         if {"hidden_size", "num_attention_heads"} <= filled.keys():  # `qwen3`: 128
             width, heads = filled["hidden_size"], filled["num_attention_heads"]
             filled.setdefault("head_dim", width // heads)
         dense = QwenConfig.from_dict({**filled, "model_type": "qwen3"}, source=source)
-        fields = drop_nulls(filled)
-        sizes = {name: read_positive_int(fields, name, source) for name in _SIZES}
-        # transformers 5 renames this field; `fill_hf_defaults` adds a default for the new name.
-        is_old = original.get("num_local_experts") is None and "num_experts" in fields
-        name = "num_experts" if is_old else "num_local_experts"
-        sizes["num_experts"] = read_positive_int(fields, name, source)
-        num_experts, top_k = sizes["num_experts"], sizes["num_experts_per_tok"]
-        if top_k > num_experts:
-            raise ValueError(
-                f"{source}: 'num_experts_per_tok' is {top_k}, but there are {num_experts} experts."
-            )
-        # Every `step`-th layer has experts, except those listed as dense.
-        dense_layers, step = fields["mlp_only_layers"], sizes["decoder_sparse_step"]
-        layers = range(dense.num_layers)
-        expert_layers = tuple(i for i in layers if (i + 1) % step == 0 and i not in dense_layers)
-        if not expert_layers:
-            raise ValueError(
-                f"{source}: 'decoder_sparse_step' of {step} and 'mlp_only_layers' leave no layer "
-                "with experts; a dense model has the model_type 'qwen3'."
-            )
-        if len(expert_layers) * num_experts > _MAX_EXPERTS:
-            raise ValueError(
-                f"{source}: {num_experts} experts in each of {len(expert_layers)} layers; expected "
-                f"at most {_MAX_EXPERTS:,} in all."
-            )
-        return cls(
-            **vars(dense),
-            expert_width=sizes["moe_intermediate_size"],
-            num_experts=num_experts,
-            top_k=top_k,
-            renormalize=bool(fields["norm_topk_prob"]),
-            expert_layers=expert_layers,
-        )
+        return cls(**vars(dense), **read_expert_fields(fields, filled, source))
 
     def hf_config(self) -> dict[str, Any]:
         """Return the `config.json` fields; the inverse of `from_dict`."""
@@ -170,6 +160,7 @@ class QwenMoeConfig(QwenConfig):
             "norm_topk_prob": self.renormalize,
             "decoder_sparse_step": 1,
             "mlp_only_layers": self._dense_layers,
+            **({"shared_expert_intermediate_size": self.shared_width} if self.shared_width else {}),
         }
 
     @property
@@ -178,14 +169,21 @@ class QwenMoeConfig(QwenConfig):
 
     @property
     def partial_stacks(self) -> Stacks:
-        """Layers with an MLP and layers with experts, or {} if all have experts."""
-        dense = tuple(self._dense_layers)
-        return {"mlp": dense, "moe": self.expert_layers} if dense else {}
+        """Layers with an MLP and layers with experts, unless all have experts."""
+        if not self._dense_layers:
+            return super().partial_stacks
+        experts = {"moe": self.expert_layers}
+        if self.shared_width:
+            experts["shared_expert"] = self.expert_layers
+        return {**super().partial_stacks, "mlp": tuple(self._dense_layers), **experts}
 
     def declare_feed_forward(self, rngs: nnx.Rngs) -> dict[str, nnx.Module]:
         """Declare the experts, and an MLP if some layers are dense."""
-        dense = super().declare_feed_forward(rngs) if self._dense_layers else {}
-        return {**dense, "moe": MoE(self, rngs=rngs)}
+        modules = super().declare_feed_forward(rngs) if self._dense_layers else {}
+        modules["moe"] = MoE(self, rngs=rngs)
+        if self.shared_width:
+            modules["shared_expert"] = SharedExpert(self, rngs=rngs)
+        return modules
 
     def feed_forward_axes(self) -> dict[str, Any]:
         """Return the axis names. Experts are sharded over `expert`, and each expert like an MLP."""
@@ -196,7 +194,12 @@ class QwenMoeConfig(QwenConfig):
             "up": gate_up,
             "down": {"kernel": ("layer", "expert", "mlp", "width of an expert")},
         }
-        return {**(super().feed_forward_axes() if self._dense_layers else {}), "moe": moe}
+        dense = super().feed_forward_axes()
+        axes = {**(dense if self._dense_layers else {}), "moe": moe}
+        if self.shared_width:
+            gate = {"kernel": ("layer", "width", None)}
+            axes["shared_expert"] = {**dense["mlp"], "output_gate": gate}
+        return axes
 
     def weights_for_training(self, params: Params, dtype: DTypeLike) -> Params:
         """Cast the weights, except for routers, which are cast in their matmul."""
@@ -260,7 +263,7 @@ class QwenMoeConfig(QwenConfig):
     def feed_forward_with_aux(
         self, layer: Params, x: Float[Array, "M D"], extra_state: RoutingState, aux: AuxArrays
     ) -> tuple[Float[Array, "M D"], RoutingState]:
-        """Apply the experts, or the MLP in a dense layer."""
+        """Apply the experts and the shared expert, or the MLP in a dense layer."""
         if "moe" not in layer:
             return self.feed_forward(layer, x), extra_state
         layer_index, results = extra_state
@@ -274,13 +277,16 @@ class QwenMoeConfig(QwenConfig):
             replayed_ids=routing.get_replayed_ids(aux, layer_index),
         )
         added = self.experts(x, kernels, layer_routing.topk_ids, layer_routing.topk_weights)
+        if shared := layer.get("shared_expert"):
+            share = jax.nn.sigmoid(checkpoint_name(linear(shared["output_gate"], x), "gate"))
+            added = added + share * self.feed_forward({"mlp": shared}, x)
         return added, (
             layer_index + 1,
             routing.record_layer(aux, results, layer_index, layer_routing),
         )
 
     def feed_forward_hf_names(self) -> dict[str, str]:
-        """Return the HF names of the MLP, the router and the experts."""
+        """Return the HF names of the MLP, the router and all experts."""
         return {**super().feed_forward_hf_names(), **HF_NAMES}
 
     def hf_fused_tensors(self) -> dict[str, FusedTensor]:
@@ -306,10 +312,9 @@ class QwenMoeConfig(QwenConfig):
         return len(self.expert_layers) * (self.num_experts - self.top_k) * params_per_expert
 
     def memory_terms(self, tensor: int) -> MemoryTerms:
-        """Return the dense model's memory, without an MLP if all layers have experts."""
-        width = self.mlp_width if self._dense_layers else 0
-        dense = {spec.name: getattr(self, spec.name) for spec in fields(QwenConfig)}
-        return QwenConfig(**{**dense, "mlp_width": width}).memory_terms(tensor)
+        """Return the dense model's memory, with an MLP or a shared expert, whichever is wider."""
+        width = max(self.mlp_width if self._dense_layers else 0, self.shared_width)
+        return super(QwenMoeConfig, replace(self, mlp_width=width)).memory_terms(tensor)
 
     def expert_terms(self, tensor: int, expert: int) -> MemoryTerms:
         """Return the memory of a layer's experts, with buffers for all gathered tokens."""
@@ -330,3 +335,52 @@ class QwenMoeConfig(QwenConfig):
             # Of six arrays at full and six at inner width, a GPU stores five and four; a TPU fewer.
             reused_activations=rows * (self.width + 2 * inner),
         )
+
+
+def read_expert_fields(
+    fields: dict[str, Any], filled: dict[str, Any], source: str
+) -> dict[str, Any]:
+    """Read the fields that `QwenMoeConfig` adds to its dense decoder.
+
+    Args:
+        fields: Fields of a `config.json`.
+        filled: The same after `fill_hf_defaults`.
+        source: File name for error messages.
+
+    Raises:
+        ValueError: The numbers of experts are inconsistent.
+    """
+    original, fields = fields, drop_nulls(filled)
+    num_layers = read_positive_int(fields, "num_hidden_layers", source)
+    sizes = {name: read_positive_int(fields, name, source) for name in _SIZES}
+    # transformers 5 renames this field; `fill_hf_defaults` adds a default for the new name.
+    is_old = original.get("num_local_experts") is None and "num_experts" in fields
+    name = "num_experts" if is_old else "num_local_experts"
+    sizes["num_experts"] = read_positive_int(fields, name, source)
+    num_experts, top_k = sizes["num_experts"], sizes["num_experts_per_tok"]
+    if top_k > num_experts:
+        raise ValueError(
+            f"{source}: 'num_experts_per_tok' is {top_k}, but there are {num_experts} experts."
+        )
+    # Every `step`-th layer has experts, except those listed as dense.
+    dense_layers, step = fields["mlp_only_layers"], sizes["decoder_sparse_step"]
+    expert_layers = tuple(
+        i for i in range(num_layers) if (i + 1) % step == 0 and i not in dense_layers
+    )
+    if not expert_layers:
+        raise ValueError(
+            f"{source}: 'decoder_sparse_step' of {step} and 'mlp_only_layers' leave no layer "
+            "with experts; a dense model has another model_type."
+        )
+    if len(expert_layers) * num_experts > _MAX_EXPERTS:
+        raise ValueError(
+            f"{source}: {num_experts} experts in each of {len(expert_layers)} layers; expected "
+            f"at most {_MAX_EXPERTS:,} in all."
+        )
+    return {
+        "expert_width": sizes["moe_intermediate_size"],
+        "num_experts": num_experts,
+        "top_k": top_k,
+        "renormalize": bool(fields["norm_topk_prob"]),
+        "expert_layers": expert_layers,
+    }

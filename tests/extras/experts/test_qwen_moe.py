@@ -9,17 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file, save_file
 
-from jaxrl.extras.experts.routing import balance_loss
 from jaxrl.models import kv_cache
-from jaxrl.models.attention.reference import XLA
-from jaxrl.models.aux_arrays import AuxArrays
-from jaxrl.models.hf_weights import load_hf, locate_hf_tensors, save_hf
-from jaxrl.models.layers import LayerScan
+from jaxrl.models.hf_weights import load_hf, save_hf
 from jaxrl.models.registry import read_architecture
-from tests.helpers import full_pass, read_tokens, relative_distance
+from tests.extras.experts.golden import check_golden
+from tests.helpers import full_pass, read_tokens
 from tests.toys import one_device_mesh
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -55,61 +51,8 @@ def test_the_layers_are_those_of_transformers():
         assert type(config).from_dict(config.hf_config()) == config
 
 
-def loss_of(config, expected, scan, params):
-    """Compute the mean next-token loss and the routers' balance, as in `make_golden.py`."""
-    token_ids, mask = jnp.asarray(expected["token_ids"]), jnp.asarray(expected["mask"])
-    positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
-    aux = AuxArrays(statistics_weights=mask.reshape(-1).astype(jnp.float32))
-    layer_scan = LayerScan(scan=scan, remat="full", aux=aux)
-    attend = XLA.make_attend(jnp.ones_like(token_ids), positions)
-    hidden = config.hidden_states(params, token_ids, positions, attend, layer_scan)
-    logits = config.unembed(params, hidden, num_tokens=config.vocab_size)
-    logprobs = jax.nn.log_softmax(logits[:, :-1])
-    logprobs = jnp.take_along_axis(logprobs, token_ids[:, 1:, None], axis=-1)[..., 0]
-    loss = -(logprobs * mask[:, 1:]).sum() / mask[:, 1:].sum()
-    usage = aux.statistics
-    balance = balance_loss(usage.probabilities, usage.counts, usage.num_tokens)
-    return loss + 0.1 * balance, (logits, balance)
-
-
-def torch_gradients(expected):
-    """Return gradients by original parameter name; transformers 5 merges a layer's experts."""
-    gradients = {}
-    for name, value in expected.items():
-        name = name.removeprefix("gradient/")
-        if name.endswith("gate_up_proj"):
-            for expert, both in enumerate(value):
-                for part, half in zip(("gate", "up"), np.split(both, 2), strict=True):
-                    classic = f"{expert}.{part}_proj.weight"
-                    gradients[name.replace("gate_up_proj", classic)] = half
-        elif name.endswith("experts.down_proj"):
-            for expert, down in enumerate(value):
-                gradients[name.replace("down_proj", f"{expert}.down_proj.weight")] = down
-        elif name.startswith(("model", "lm_head")):
-            gradients[name] = value
-    return gradients
-
-
 def test_logits_losses_and_gradients_are_those_of_torch(golden):
-    config, params, expected = golden
-    # Runs of layers in loops; all layers alike one after another.
-    scan = bool(config.partial_stacks)
-    differentiate = jax.value_and_grad(partial(loss_of, config, expected, scan), has_aux=True)
-    (loss, (logits, balance)), gradients = jax.jit(differentiate)(params)
-    np.testing.assert_allclose(logits, expected["logits"], atol=1e-4, rtol=0)
-    np.testing.assert_allclose(balance, expected["balance_loss"], atol=1e-5)
-    np.testing.assert_allclose(loss, expected["loss"], atol=1e-5)
-    flat, ours = flatten_dict(gradients, sep="/"), {}
-    for name, tensor in locate_hf_tensors(config).items():
-        leaf = np.asarray(flat[tensor.param][tensor.index] if tensor.index else flat[tensor.param])
-        ours[name] = leaf.T if tensor.is_transposed else leaf
-    theirs = torch_gradients(expected)
-    assert ours.keys() == theirs.keys()
-    assert relative_distance(ours, theirs) < 1e-4
-    routers = [name for name in ours if name.endswith("mlp.gate.weight")]
-    assert len(routers) == len(config.expert_layers)
-    for name in routers:
-        assert relative_distance({"": ours[name]}, {"": theirs[name]}) < 1e-4
+    check_golden(*golden)
 
 
 @pytest.fixture
@@ -165,7 +108,7 @@ def fuse(folder):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_experts_stored_as_one_tensor_are_read_and_written_apart(tmp_path):
+def test_an_export_stores_experts_as_its_source_does(tmp_path):
     source = GOLDEN / "qwen3_moe_mixed"
     fused = Path(shutil.copytree(source, tmp_path / "fused"))
     fuse(fused)
@@ -176,7 +119,7 @@ def test_experts_stored_as_one_tensor_are_read_and_written_apart(tmp_path):
     )  # the same model
     assert on_mesh.experts.mesh is not None
     save_hf(params, on_mesh, tmp_path / "export", source=fused)
-    expected, actual = (load_file(f / "model.safetensors") for f in (source, tmp_path / "export"))
+    expected, actual = (load_file(f / "model.safetensors") for f in (fused, tmp_path / "export"))
     assert expected.keys() == actual.keys()
     for name, value in expected.items():
         assert value.tobytes() == actual[name].tobytes()

@@ -1,0 +1,61 @@
+"""Qwen3.5 with experts: the mixers of `delta_net.qwen3_5`, the experts of `experts.qwen_moe`.
+
+This folder needs both `delta_net` and `experts`. Every layer has experts and a shared expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from jaxrl.extras.delta_net.qwen3_5 import Qwen35Config
+from jaxrl.extras.experts.qwen_moe import QwenMoeConfig, read_expert_fields
+from jaxrl.models.decoder import read_positive_int
+from jaxrl.models.defaults import fill_hf_defaults
+
+DENSE_TYPES = {"qwen3_5_moe": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_text"}
+"""`model_type` of the dense model, by that of the mixture of experts."""
+
+EVERY_LAYER = {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
+"""Fields of other mixtures that are constant in Qwen3.5."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen35MoeConfig(QwenMoeConfig, Qwen35Config):
+    """Text part of a Qwen3.5 mixture of experts, built from its `config.json`."""
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> Qwen35MoeConfig:
+        """Build the model from the `config.json` of a text model, or of one with a vision tower.
+
+        Raises:
+            ValueError: See `Qwen35Config.from_dict` and `read_expert_fields`.
+        """
+        model_type = fields.get("model_type")
+        if model_type not in DENSE_TYPES:
+            raise ValueError(
+                f"{source}: model_type {model_type!r:.80} is not supported; expected "
+                f"{' or '.join(map(repr, DENSE_TYPES))}."
+            )
+        is_text = model_type == "qwen3_5_moe_text"
+        text = fields if is_text else fields.get("text_config")
+        if not isinstance(text, dict):
+            raise ValueError(f"{source} lacks the field 'text_config', an object.")
+        filled = fill_hf_defaults(text, "qwen3_5_moe_text", source=source) | EVERY_LAYER
+        shared_width = read_positive_int(filled, "shared_expert_intermediate_size", source)
+        dense = {**filled, "intermediate_size": shared_width, "model_type": "qwen3_5_text"}
+        if not is_text:
+            dense = {**fields, "text_config": dense, "model_type": DENSE_TYPES[model_type]}
+        hybrid = Qwen35Config.from_dict(dense, source=source)
+        experts = read_expert_fields(text, filled, source)
+        return cls(**vars(hybrid), **experts, shared_width=shared_width)
+
+    def hf_config(self) -> dict[str, Any]:
+        """Return the `config.json` fields of a text model; the inverse of `from_dict`."""
+        fields = {
+            **super().hf_config(),
+            "architectures": ["Qwen3_5MoeForCausalLM"],
+            "model_type": "qwen3_5_moe_text",
+        }
+        absent = ("intermediate_size", *EVERY_LAYER)
+        return {name: value for name, value in fields.items() if name not in absent}
