@@ -103,7 +103,7 @@ test-tpu: $(STAMP)
 	  touch "$$folder/installed" || { echo "libtpu cannot be installed: nothing is compiled for TPUs"; exit 0; }; \
 	fi; \
 	LIBTPU_DIR="$(CURDIR)/$$folder" $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m slow \
-	  tests/extras/kernels/test_lowering.py tests/test_export.py
+	  tests/extras/kernels/test_lowering.py tests/extras/delta_net/test_lowering.py tests/test_export.py
 ifneq ($(NEWEST_PYTHON),)
 	$(MAKE) --no-print-directory PYTHON=$(NEWEST_PYTHON) VENV=$(NEWEST) NEWEST_PYTHON= test-tpu
 endif

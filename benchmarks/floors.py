@@ -3,7 +3,8 @@
 A part is a sequence of stages. A stage takes as long as its slowest resource; stages do not
 overlap. docs/research/performance.md has the formulas for one device. This module adds
 communication between devices, mixtures of experts, recomputation, and the activations that matmuls
-read and write. It counts matmuls with weights, attention, logits and the optimizer. It ignores
+read and write. It counts matmuls with weights, attention, recurrent states, logits and the
+optimizer. Of a recurrent layer's arithmetic it counts only the products with the state. It ignores
 norms, activations that a fused kernel need not store, vision towers, launch times of programs and
 collectives, and waiting for tools.
 """
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from flax.traverse_util import flatten_dict
 
 from jaxrl.models.architecture import Architecture
 
@@ -127,11 +129,12 @@ class Weights:
         params = model.abstract_params()
         dense = experts = activations = 0
         share = model.top_k / model.num_experts if model.num_experts else 0.0
-        for leaf in jax.tree.leaves(params["blocks"]):
+        axes = flatten_dict(model.logical_axes()["blocks"])
+        for path, leaf in flatten_dict(params["blocks"]).items():
             if leaf.ndim == 3:  # [L, in, out]; norms and biases have two axes
                 dense += math.prod(leaf.shape)
                 activations += leaf.shape[0] * sum(leaf.shape[1:])
-            elif leaf.ndim == 4:  # [L, E, in, out]
+            elif "expert" in axes[path]:  # [L, E, in, out]
                 experts += math.prod(leaf.shape)
                 activations += leaf.shape[0] * model.top_k * sum(leaf.shape[2:])
         return cls(
@@ -172,7 +175,14 @@ class Part:
     def attention(self) -> int:
         """Return this device's FLOPs per token and earlier token, in all layers."""
         model = self.model
-        return 4 * model.num_layers * model.num_heads * model.head_dim // self.mesh["tensor"]
+        width = model.num_heads * model.head_dim // self.mesh["tensor"]
+        return 4 * model.num_attention_layers * width
+
+    @property
+    def state(self) -> int:
+        """Return the number of values of this device's recurrent states, in all layers."""
+        sizes = (math.prod(spec.shape) for spec in self.model.state_specs.values())
+        return self.model.num_recurrent_layers * sum(sizes) // self.mesh["tensor"]
 
     def gather(self, size: float, axes: Sequence[str]) -> Stage:
         """Return the stage of an all-gather of `size` bytes sharded over adjacent mesh axes.
@@ -222,7 +232,8 @@ class Part:
     def forward_flops(self, tokens: float, length: int) -> float:
         """Return the forward FLOPs of all layers for tokens in causal sequences of `length`."""
         products = 2 * self.weights.layers / self.mesh["tensor"]
-        return tokens * (products + self.attention * length / 2)
+        # A state is multiplied by a query, by a key, and by a key and a value.
+        return tokens * (products + self.attention * length / 2 + 6 * self.state)
 
     def decode_step(self, rows: int, context: float) -> list[Stage]:
         """Return the stages of a decoding step, which samples one token per row.
@@ -236,7 +247,7 @@ class Part:
         # Experts without tokens are not read. With more tokens, fewer experts have none.
         read = 1 - (1 - weights.active_share) ** (rows * expert)
         resident_weights = weights.dense + weights.table + read * weights.experts / expert
-        cache = 2 * model.num_layers * model.num_kv_heads * model.head_dim * 2 / tensor
+        cache = 2 * model.num_attention_layers * model.num_kv_heads * model.head_dim * 2 / tensor
         table = Stage(
             flops=2 * rows * (weights.layers + weights.table) / tensor,
             memory=2 * resident_weights / tensor,
@@ -244,8 +255,9 @@ class Part:
         attention_stage = Stage(
             flops=rows * context * self.attention, memory=rows * context * cache
         )
+        states = Stage(flops=6 * rows * self.state, memory=2 * 4 * rows * self.state)
         logits = Stage(memory=2 * rows * model.vocab_size * 4 / tensor)
-        return [table, attention_stage, logits, self.send_activations(rows)]
+        return [table, attention_stage, states, logits, self.send_activations(rows)]
 
     def prefill(self, tokens: int, length: int) -> list[Stage]:
         """Return the stages of a prefill of `tokens` prompt and observation tokens."""

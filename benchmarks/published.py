@@ -60,6 +60,7 @@ class Case:
         device: Key of `floors.DEVICES`.
         slice: Topology of a TPU slice, such as `4x4`; for GPUs, the number of hosts.
         keys: Config keys to override, with their values.
+        label: Name before the device, if it is not that of the configuration.
     """
 
     config: str
@@ -67,11 +68,12 @@ class Case:
     device: str
     slice: str
     keys: Mapping[str, Any] = field(default_factory=dict)
+    label: str = ""
 
     @property
     def name(self) -> str:
         """Return the name of the case on the command line."""
-        return f"{self.config}@{self.device}"
+        return f"{self.label or self.config}@{self.device}"
 
     @property
     def target(self) -> Target:
@@ -99,9 +101,15 @@ def _make_mesh(fsdp: int, tensor: int = 1, expert: int = 1) -> dict[str, int]:
     return {"mesh.fsdp": fsdp, "mesh.tensor": tensor, "mesh.expert": expert}
 
 
-def _make_case(config: str, model: str, device: str, slice: str, **mesh: int) -> Case:
+def _make_case(
+    config: str, model: str, device: str, slice: str, label: str = "", **mesh: int
+) -> Case:
     keys = _make_mesh(**mesh) if mesh else {}
-    return Case(config=config, model=model, device=device, slice=slice, keys=keys)
+    return Case(config=config, model=model, device=device, slice=slice, keys=keys, label=label)
+
+
+def _make_hybrid_case(model: str, device: str, slice: str, **mesh: int) -> Case:
+    return _make_case("search_r1", model, device, slice, model, **mesh)
 
 
 CASES = {
@@ -119,6 +127,10 @@ CASES = {
         _make_case("ares", "qwen2.5-vl-7b", "h100", "1"),
         _make_case("search_moe", "qwen3-30b-a3b", "h100", "2"),
         _make_case("dapo", "qwen2.5-32b", "h100", "8"),
+        _make_hybrid_case("qwen3.5-4b", "v6e", "2x4", fsdp=8),
+        _make_hybrid_case("qwen3.5-9b", "v6e", "2x4", fsdp=4, tensor=2),
+        _make_hybrid_case("qwen3.5-4b", "h100", "1"),
+        _make_hybrid_case("qwen3.5-9b", "h100", "1"),
     )
 }
 """Cases by name. H100s use the mesh of the configuration. A v6e has less memory and four chips per
@@ -377,8 +389,9 @@ def format_report(results: Mapping[str, Any]) -> str:
         step, device = Step.build(case, config, model), floors.DEVICES[case.device]
         # Memory in use while the sampler runs, except for its weights and cache.
         mesh = "x".join(map(str, make_target_mesh(config, model, case.target).shape.values()))
-        parts = plan_rollout(config, model, case.target).kept
-        other_bytes = sum(parts.values()) - parts["decode weights"] - parts["KV cache"]
+        parts = plan_rollout(config, model, case.target).persistent
+        sampler = ("decode weights", "KV cache", "states of recurrent layers")
+        other_bytes = sum(size for term, size in parts.items() if term not in sampler)
         for item in own:
             for program, sizes in item["programs"].items():
                 planned = None

@@ -168,7 +168,8 @@ def sampler_programs(
         architecture=config, mesh=mesh, kernels=kernels, num_tokens=config.vocab_size - 4,
         num_steps=4, num_rows=8, dtype=dtype, scan_layers=scan_layers,
     )  # fmt: skip
-    cache = jax.eval_shape(lambda: sampler.empty_cache(num_pages, kernels.page_tokens))
+    num_states = 16 if config.num_recurrent_layers else 0
+    cache = jax.eval_shape(lambda: sampler.empty_cache(num_pages, kernels.page_tokens, num_states))
     state = jax.eval_shape(sampler.empty_state)
     rows, blocks, stops = make_sampler_inputs(
         sampler,

@@ -94,7 +94,7 @@ def greedy(params, config, prompts, num_tokens):
     return [out[number][:num_tokens] for number in numbers]
 
 
-def check_agreement(config, seed, folder):
+def check_agreement(config, seed, folder, num_generated=200):
     """Check that an exported model computes the same as its class in `transformers`."""
     params = jax.tree.map(jnp.asarray, random_params(config, seed))
     save_hf(params, config, folder)
@@ -134,9 +134,9 @@ def check_agreement(config, seed, folder):
     generated = model.generate(
         torch.tensor(prompts),
         attention_mask=torch.ones(prompts.shape, dtype=torch.long),
-        max_new_tokens=200,
+        max_new_tokens=num_generated,
         do_sample=False,
         eos_token_id=None,
         pad_token_id=0,
     )
-    assert greedy(params, config, prompts, 200) == generated.numpy()[:, 9:].tolist()
+    assert greedy(params, config, prompts, num_generated) == generated.numpy()[:, 9:].tolist()

@@ -23,16 +23,16 @@ def random_experts(rng, num_layers):
     }
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(10))
 def test_exported_qwen3_5_models_agree_with_transformers(tmp_path, seed):
     rng = np.random.default_rng(seed)
     sizes = random_sizes(rng)
     sizes |= random_experts(rng, sizes["num_layers"])
     config = Qwen35MoeConfig(**sizes | {"mlp_width": sizes["shared_width"]})
-    check_agreement(config, seed, tmp_path / "hf")
+    check_agreement(config, seed, tmp_path / "hf", num_generated=80)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(10))
 def test_exported_qwen3_next_models_agree_with_transformers(tmp_path, seed):
     """Some layers are dense, and weights of experts need not sum to 1."""
     rng = np.random.default_rng(100 + seed)
@@ -42,4 +42,4 @@ def test_exported_qwen3_next_models_agree_with_transformers(tmp_path, seed):
     num_experts = int(rng.integers(1, num_layers + 1))
     layers = sorted(rng.permutation(num_layers)[:num_experts].tolist())
     config = Qwen3NextConfig(**sizes | {"expert_layers": tuple(layers)})
-    check_agreement(config, seed, tmp_path / "hf")
+    check_agreement(config, seed, tmp_path / "hf", num_generated=80)
