@@ -128,7 +128,7 @@ CASES = {
         _make_case("search_moe", "qwen3-30b-a3b", "h100", "2"),
         _make_case("dapo", "qwen2.5-32b", "h100", "8"),
         _make_hybrid_case("qwen3.5-4b", "v6e", "2x4", fsdp=8),
-        _make_hybrid_case("qwen3.5-9b", "v6e", "2x4", fsdp=4, tensor=2),
+        _make_hybrid_case("qwen3.5-9b", "v6e", "2x4", fsdp=2, tensor=4),
         _make_hybrid_case("qwen3.5-4b", "h100", "1"),
         _make_hybrid_case("qwen3.5-9b", "h100", "1"),
     )
@@ -393,18 +393,24 @@ def format_report(results: Mapping[str, Any]) -> str:
         sampler = ("decode weights", "KV cache", "states of recurrent layers")
         other_bytes = sum(size for term, size in parts.items() if term not in sampler)
         for item in own:
+            part = item["part"]
+            # The train state is in memory while the sampler runs, so its figures include it.
+            beside = other_bytes if part in ("decode", "reading") else 0
+            planned = memory.planned_bytes(config, model, case.target, part) + beside
             for program, sizes in item["programs"].items():
-                planned = None
-                if program == item["part"]:
-                    planned = memory.planned_bytes(config, model, case.target, program)
-                if program in ("decode", "reading"):
-                    # The train state is in memory too, so both figures include it.
-                    sizes = sizes | {"beside": other_bytes}
-                    planned += other_bytes
-                rows.append(format_row(case, mesh, program, sizes, planned, step))
+                sizes = sizes | {"beside": sizes["beside"] + beside}
+                rows.append(
+                    format_row(
+                        case, mesh, program, sizes, planned if program == part else None, step
+                    )
+                )
             if not item["programs"]:
                 last = item["said_last"].strip().splitlines() or [""]
-                rows.append([name, mesh, item["part"], item["ending"], last[-1][:200], *[""] * 7])
+                floor_s, waits = step.floor(part, device)
+                rows.append(
+                    [name, mesh, part, item["ending"], "", "", "", last[-1][:200],
+                     _format_gib(planned), "", f"{1e3 * floor_s:,.1f}", waits]
+                )  # fmt: skip
         seconds = {part: step.calls[part] * step.floor(part, device)[0] for part in PROGRAMS}
         whole = sum(seconds.values())
         steps.append(

@@ -62,6 +62,26 @@ def test_weights_of_two_models():
     assert mixture.params == pytest.approx(30.5e9, rel=0.01)
 
 
+def test_a_hybrid_reads_and_writes_its_states():
+    hybrid, dense = MODELS["hybrid-0.8b"], MODELS["0.6b"]
+    # 18 delta nets with 16 heads of 128 x 128, and three tokens of 3 x 16 x 128 channels.
+    values = 18 * (16 * 128 * 128 + 3 * 3 * 16 * 128)
+    assert (part(hybrid).state, part(hybrid, tensor=2).state) == (values, values // 2)
+    assert part(dense).state == 0
+    # Six layers have attention, with 8 heads of 256.
+    assert part(hybrid).attention == 4 * 6 * 8 * 256
+    few, more = (part(hybrid).decode_step(rows, 1000) for rows in (10, 11))
+    cache = 6 * 2 * 2 * 256 * 1000 * 2
+    read = sum(stage.memory for stage in more) - sum(stage.memory for stage in few)
+    assert read == pytest.approx(8 * values + cache + 8 * 248_320)
+    counted = floors.Weights.count(hybrid)
+    # A convolution has no matrix product: 4 x 6144 weights in each delta net.
+    mixer = 1024 * (6144 + 2048 + 2 * 16) + 2048 * 1024
+    attention = 1024 * (2 * 2048 + 2 * 512) + 2048 * 1024
+    mlp = 3 * 1024 * 3584
+    assert (counted.dense, counted.experts) == (18 * mixer + 6 * attention + 24 * mlp, 0)
+
+
 def test_few_rows_read_few_experts():
     single, many = (part(MIXTURE).decode_step(rows, 1) for rows in (1, 1024))
     weights = floors.Weights.count(MIXTURE)

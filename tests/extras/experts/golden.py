@@ -13,9 +13,9 @@ from jaxrl.models.hf_weights import locate_hf_tensors
 from tests.helpers import full_pass, relative_distance, split_fused
 
 
-def loss_of(config, wanted, scan, params):
+def loss_of(config, expected, scan, params):
     """Return the loss of next tokens and routers as in `make_golden.py`, and its parts."""
-    token_ids, mask = jnp.asarray(wanted["token_ids"]), jnp.asarray(wanted["mask"])
+    token_ids, mask = jnp.asarray(expected["token_ids"]), jnp.asarray(expected["mask"])
     positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
     aux = AuxArrays(statistics_weights=mask.reshape(-1).astype(jnp.float32))
     segment_ids = jnp.ones_like(token_ids)
@@ -31,21 +31,21 @@ def loss_of(config, wanted, scan, params):
     return loss + 0.1 * balance, (logits, balance)
 
 
-def check_golden(config, params, wanted):
+def check_golden(config, params, expected):
     """Check logits, losses and gradients against those of torch."""
     # Runs of layers in loops; all layers alike one after another.
     scan = bool(config.partial_stacks)
-    differentiate = jax.value_and_grad(partial(loss_of, config, wanted, scan), has_aux=True)
+    differentiate = jax.value_and_grad(partial(loss_of, config, expected, scan), has_aux=True)
     (loss, (logits, balance)), gradients = jax.jit(differentiate)(params)
-    np.testing.assert_allclose(logits, wanted["logits"], atol=1e-4, rtol=0)
-    np.testing.assert_allclose(balance, wanted["balance_loss"], atol=1e-5)
-    np.testing.assert_allclose(loss, wanted["loss"], atol=1e-5)
+    np.testing.assert_allclose(logits, expected["logits"], atol=1e-4, rtol=0)
+    np.testing.assert_allclose(balance, expected["balance_loss"], atol=1e-5)
+    np.testing.assert_allclose(loss, expected["loss"], atol=1e-5)
     flat, ours = flatten_dict(gradients, sep="/"), {}
     for name, tensor in locate_hf_tensors(config).items():
         leaf = np.asarray(flat[tensor.param][tensor.index] if tensor.index else flat[tensor.param])
         ours[name] = leaf.T if tensor.is_transposed else leaf
     prefix = "gradient/"
-    theirs = {n.removeprefix(prefix): x for n, x in wanted.items() if n.startswith(prefix)}
+    theirs = {n.removeprefix(prefix): x for n, x in expected.items() if n.startswith(prefix)}
     theirs = split_fused(theirs, config)
     assert ours.keys() == theirs.keys()
     assert relative_distance(ours, theirs) < 1e-4
