@@ -18,7 +18,7 @@ from tests.extras.hybrid_moe.models import TINY_NEXT
 from tests.helpers import full_pass
 from tests.toys import ROOMY, Player, ScriptedEnv, one_device_mesh, script, toy_tokenizer
 
-pytestmark = pytest.mark.usefixtures("quick_compilation", "one_size")
+pytestmark = [pytest.mark.minutes, pytest.mark.usefixtures("quick_compilation", "one_size")]
 
 PARAMS = jax.tree.map(jnp.asarray, random_params(TINY_NEXT, seed=0))
 MOVED = jax.tree.map(lambda a, b: a + 0.05 * b, PARAMS, random_params(TINY_NEXT, seed=1))
