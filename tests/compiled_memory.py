@@ -32,6 +32,7 @@ from jaxrl.builders.method import build_policy_architecture as architecture_of
 from jaxrl.builders.resolved import ResolvedConfig, resolve_names
 from jaxrl.config import default_config
 from jaxrl.extras.delta_net.qwen3_5 import Qwen35Config
+from jaxrl.extras.hybrid_moe.qwen3_5_moe import Qwen35MoeConfig
 from jaxrl.extras.plan import advice, memory
 from jaxrl.models.attention.choice import select_kernels
 from jaxrl.models.output import LOGIT_CAPACITIES
@@ -103,6 +104,11 @@ def qwen3_5(dense: QwenConfig, **sizes: int) -> Qwen35Config:
 
 MODELS["hybrid-tiny"] = qwen3_5(
     MODELS["tiny"], num_key_heads=4, num_value_heads=8, key_dim=32, value_dim=32
+)
+MODELS["hybrid-moe-tiny"] = Qwen35MoeConfig(
+    **vars(MODELS["hybrid-tiny"]),
+    **{"expert_width": 128, "num_experts": 8, "top_k": 2, "renormalize": True},
+    **{"shared_width": 128, "expert_layers": (0, 1, 2, 3)},
 )
 MODELS["hybrid-0.8b"] = qwen3_5(
     dataclasses.replace(qwen3(248_320, 1024, 3584, 24, 8), num_kv_heads=2, head_dim=256),

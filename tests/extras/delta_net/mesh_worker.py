@@ -26,20 +26,21 @@ SHAPE = BatchShape(num_micro=2, micro_rows=8, row_tokens=150)
 LENGTHS = [13, 150, 70, 24, 7, 65, 64, 128] * 2
 
 
-def main():
-    params = random_params(TINY_HYBRID, seed=0)
+def check_meshes(config, meshes):
+    """Check gradients, log-probabilities and samples on meshes against those of one device."""
+    params = random_params(config, seed=0)
     packed = pack_all(random_sequences(LENGTHS), SHAPE)
     results = []
-    for sizes in [complete(), *MESHES]:
+    for sizes in [complete(), *meshes]:
         print(sizes, flush=True)
         mesh = mesh_of(sizes)
-        model = build_model(mesh, TINY_HYBRID, logits_chunk_tokens=256)
-        on_mesh = jax.device_put(params, param_shardings(mesh, TINY_HYBRID))
+        model = build_model(mesh, config, logits_chunk_tokens=256)
+        on_mesh = jax.device_put(params, param_shardings(mesh, config))
         batch = put_batch(mesh, packed.batch)
         gradient = GradientStep(model, policy_loss())(on_mesh, batch, packed).gradients
         logprobs = ScoreStep(model, temperature=1.0)(on_mesh, batch, packed)
         gradient, logprobs = jax.device_get((gradient, logprobs))
-        samples = sample(start_engine(mesh, TINY_HYBRID, on_mesh))
+        samples = sample(start_engine(mesh, config, on_mesh))
         results.append((gradient, logprobs, [s.token_ids.tolist() for s in samples]))
 
         wanted = results[0]
@@ -51,11 +52,15 @@ def main():
         shape = BatchShape(num_micro=3, micro_rows=8, row_tokens=64)
         one = mesh_of(complete())
         sampled = pack_all(samples, shape)
-        score = ScoreStep(build_model(one, TINY_HYBRID), temperature=1.0)
+        score = ScoreStep(build_model(one, config), temperature=1.0)
         scored = score(params, put_batch(one, sampled.batch), sampled)
         for index, sequence in enumerate(samples):
             gap = gather(sampled.batch, scored, index) - sequence.rollout_logprobs
             check_below(1e-4, sampled_gap=np.abs(gap)[sequence.loss_mask].max(initial=0))
+
+
+def main():
+    check_meshes(TINY_HYBRID, MESHES)
 
 
 if __name__ == "__main__":
