@@ -2,6 +2,7 @@ r"""Measure training speed: one optimizer step on a packed batch, with the train
 
     python -m benchmarks.update --preset=cpu|h200 [--model=qwen3-4b] [--vocab_size=151936]
         [--spread=0 --row_tokens=... --num_layers=...]
+    python -m benchmarks.update --draws=1000
 
 The sequences of a group share a prompt. Lengths follow a log-normal distribution; with `--spread=0`
 they are equal. Policy loss and optimizer (AdamW) are those of the default configuration. The first
@@ -16,10 +17,15 @@ backward pass without recomputation (see `common.count_train_flops_per_token`), 
 fraction of the data sheet's FLOP/s that this arithmetic reaches. `mfu_computed` counts only the
 FLOPs actually computed: the output layer for trained tokens, and the layers of a shared prompt once
 per row. Token counts include prompts and samples, shared or not, but no padding.
+
+With `--draws`, only mini-batches are packed: for equal, log-normal and long-tailed lengths, it
+reports the padding with rows of maximum and of fitted length, and how many sizes of micro-batches
+would be compiled.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +44,14 @@ from jaxrl.objectives.aggregation import token_mean, token_weights
 from jaxrl.runtime.sharding import num_batch_shards
 from jaxrl.sampling.demonstrations import Demonstration
 from jaxrl.training.optimizer import make_optimizer
-from jaxrl.training.packing import BatchShape, PackedBatch, pack
+from jaxrl.training.packing import (
+    BatchShape,
+    Item,
+    PackedBatch,
+    fit_rows,
+    omit_shared_prompts,
+    pack,
+)
 from jaxrl.training.policy_loss import make_policy_loss
 from jaxrl.training.update import UpdateStep, init_state, put_batch
 from jaxrl.types import TrainState
@@ -59,6 +72,7 @@ class Work:
     remat: str  # what the backward pass recomputes in a layer
     scan_layers: bool  # compile one layer and scan over layers
     shares_prompts: bool  # True if a row stores a shared prompt once
+    draws: int = 0  # mini-batches to pack in a simulation; 0 to measure updates
 
 
 WORK = {
@@ -75,12 +89,66 @@ WORK = {
 }  # fmt: skip
 
 
+SPREADS = {"equal": 0.0, "log-normal": 0.6, "long-tailed": 1.2}
+"""Standard deviations of the logarithm of lengths in the simulation."""
+
+
+def draw_lengths(rng: np.random.Generator, work: Work) -> np.ndarray:
+    """Draw the number of tokens of each sequence."""
+    count, longest = work.num_groups * work.group_size, work.row_tokens - work.prompt_tokens
+    sampled_lengths = rng.lognormal(np.log(work.new_tokens), work.spread, count).round()
+    return work.prompt_tokens + np.clip(sampled_lengths.astype(int), 1, longest)
+
+
+def simulate_padding(work: Work, num_shards: int = 1) -> dict[str, float]:
+    """Return the mean padding over `work.draws` mini-batches of a run.
+
+    Equal lengths differ between mini-batches, and each mini-batch is the first of a run.
+    """
+    rng, longest = np.random.default_rng(0), work.row_tokens - work.prompt_tokens
+    num_sequences = work.num_groups * work.group_size
+    num_shared = (work.prompt_tokens - 1) * work.shares_prompts
+
+    def make_shape() -> BatchShape:
+        return BatchShape.for_sequences(
+            num_sequences,
+            micro_rows=work.micro_rows,
+            row_tokens=work.row_tokens,
+            shards_with_prompts=num_shards * work.shares_prompts,
+        )
+
+    shape, paddings, counts = make_shape(), [], []
+    for _ in range(work.draws):
+        if not work.spread:
+            shape = make_shape()
+            work = dataclasses.replace(work, new_tokens=int(rng.integers(longest // 8, longest)))
+        items = [
+            Item(length=length, prompt=index // work.group_size, num_shared=num_shared)
+            for index, length in enumerate(draw_lengths(rng, work).tolist())
+        ]
+        for variant in (dataclasses.replace(shape, sizes=None), shape):
+            fitted, rows = fit_rows(items, variant, num_shards)
+            num_micro = -(-len(rows) // fitted.micro_rows)
+            num_computed = sum(
+                items[index].length - num_omitted
+                for row in rows
+                for index, num_omitted in omit_shared_prompts(items, row)
+            )
+            num_slots = num_micro * fitted.micro_rows * fitted.row_tokens
+            paddings.append(1 - num_computed / num_slots)
+        counts.append(len(shape.sizes.sizes) if shape.sizes else 1)
+    return {
+        "longest": float(np.mean(paddings[::2])),
+        "fitted": float(np.mean(paddings[1::2])),
+        "fitted_p95": float(np.quantile(paddings[1::2], 0.95)),
+        "sizes": max(counts),
+    }
+
+
 def make_sequences(model: common.ModelSizes, work: Work) -> list[Demonstration]:
     """Generate random sequences, in consecutive groups that share a prompt."""
     rng = np.random.default_rng(0)
-    count = work.num_groups * work.group_size
-    sampled_lengths = rng.lognormal(np.log(work.new_tokens), work.spread, count).round().astype(int)
-    lengths = work.prompt_tokens + np.clip(sampled_lengths, 1, work.row_tokens - work.prompt_tokens)
+    lengths = draw_lengths(rng, work)
     prompts = rng.integers(model.vocab_size, size=(work.num_groups, work.prompt_tokens))
     sequences = []
     for index, length in enumerate(lengths):
@@ -167,6 +235,14 @@ def count_flops(
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the benchmark; return its record."""
     flags, model, work, hardware = common.parse_flags(__doc__ or "", WORK, argv)
+    if work.draws:
+        cases = {}
+        for name, spread in SPREADS.items():
+            for count in (8, 32, 128, 512):
+                groups = {"num_groups": count // work.group_size, "spread": spread}
+                case = dataclasses.replace(work, **groups)
+                cases[f"{name}, {count} sequences"] = simulate_padding(case)
+        return common.report_figures("padding", flags, model, work, hardware, cases)
     num_updates = flags.warm_up + flags.repetitions
     packed, state, update = start(model, work, common.make_single_device_mesh(), num_updates)
 

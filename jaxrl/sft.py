@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -41,6 +42,7 @@ def sft(run_state: RunState, params: Params) -> Params:
     # Create the training state, or restore it in the middle of the stage.
     state = run_state.state = run_state.init_or_restore_state(params)
     stream = Stream(components.demonstrations, seed=run_state.settings.seed)
+    shape = replace(stage.shape, sizes=(sizes_in_use := replace(progress.sizes_in_use)))
     num_shards = num_batch_shards(components.mesh)
     run_state.display.start(
         "sft", progress.stage_step, num_steps, every_steps=run_state.settings.log_every_steps
@@ -57,7 +59,7 @@ def sft(run_state: RunState, params: Params) -> Params:
         packed = pack(
             demonstrations,
             np.ones(batch_size),
-            stage.shape,
+            shape,
             token_fields={"token_weights": weights},
             num_shards=num_shards,
         )
@@ -71,6 +73,7 @@ def sft(run_state: RunState, params: Params) -> Params:
         # Advance the progress, log, and save if due. `RunState.end_stage` saves the last step.
         progress.step, progress.stage_step = progress.step + 1, progress.stage_step + 1
         progress.items_taken += batch_size
+        progress.sizes_in_use = replace(sizes_in_use)
         record = {
             "sft/loss": metrics["sft/nll_loss"],
             "sft/entropy": metrics["sft/entropy"],

@@ -123,7 +123,10 @@ class Learner:
     def _set_stage(self, stage: Stage) -> None:
         """Set the stage, and create the functions that are compiled for its shape."""
         run_state, components, method = self.run_state, self.run_state.components, self.method
-        self.stage = stage
+        # `update` stores the sizes in the progress, so a repeated step starts with the same.
+        self._sizes_in_use = dataclasses.replace(run_state.progress.sizes_in_use)
+        shape = dataclasses.replace(stage.shape, sizes=self._sizes_in_use)
+        self.stage = stage = dataclasses.replace(stage, shape=shape)
         self.score = ScoreStep(components.model, temperature=method.temperature)
         self._kl_fn = make_kl_fn(self.score, components.mesh, stage.shape, method)
         # Per-token notes (log.tokens) are optional.
@@ -622,6 +625,7 @@ class Learner:
         progress.step, progress.stage_step = progress.step + 1, progress.stage_step + 1
         progress.value = None
         progress.num_learned += has_learned(update_metrics) and stage.settings.lr > 0
+        progress.sizes_in_use = dataclasses.replace(self._sizes_in_use)
         trajectories = flatten_groups(groups)
         failed = collected and describe_failures(collected.sampled_stats)
         reasons = [

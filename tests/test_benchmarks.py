@@ -141,6 +141,14 @@ def test_sequences_of_a_group_share_their_prompt_and_differ_in_length():
     assert max(lengths) <= work.row_tokens
 
 
+@pytest.mark.parametrize(("name", "spread"), update.SPREADS.items())
+def test_fitted_rows_have_little_padding(name, spread):
+    work = dataclasses.replace(update.WORK["cpu"], spread=spread, micro_rows=4, draws=1000)
+    figures = update.simulate_padding(work)
+    assert figures["fitted"] < 0.05 < figures["longest"]
+    assert figures["sizes"] <= 16
+
+
 def test_operations_by_hand():
     # One layer of width 4 with a head of 2, an MLP of 8, a vocabulary of 10: 2 * 4 * (2 + 2) + 96
     # and 40 weights. Two tokens, one with loss: 2 * (6 * 168 + 6 * 2 * 2), of which 6 * 40 for the

@@ -180,14 +180,17 @@ class CompiledFunction:
         function: Callable[..., Any],
         *,
         name: str,
-        variants: Iterable[Hashable] = ((),),
+        variants: Iterable[Hashable] | None = ((),),
         donate_argnums: tuple[int, ...] = (),
         static_argnums: tuple[int, ...] = (),
         key: Hashable = None,
     ):
-        """Wrap `function` for the given `variants`; see `cached_jit` for `name` and `key`."""
+        """Wrap `function` for the given `variants`; see `cached_jit` for `name` and `key`.
+
+        None allows any variant, for callers that limit the number of shapes themselves.
+        """
         self.name = name
-        self.variants = frozenset(variants)
+        self.variants = None if variants is None else frozenset(variants)
         self._programs: dict[Hashable, Callable[..., Any]] = {}
         self.function = function
         self._static_argnums = static_argnums
@@ -240,7 +243,7 @@ class CompiledFunction:
         return compile_fn
 
     def _check_variant(self, variant: Hashable) -> None:
-        if variant not in self.variants:
+        if self.variants is not None and variant not in self.variants:
             raise RuntimeError(
                 f"{self.name} was called with the variant {variant}; expected one of "
                 f"{sorted(self.variants, key=repr)}. This is a bug in jaxrl."

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -18,6 +20,15 @@ from jaxrl.types import Attachment, Batch
 
 CAPACITY_DIVISORS = (64, 32, 16, 8, 4, 2, 1)
 """Divisors of the maximum attachment capacity. Each divisor in use compiles a program."""
+
+MICRO_BATCH_TOKENS = 64
+"""Cost of a micro-batch beside its tokens, such as adding its gradients, in tokens per device."""
+
+SIZE_SAVING = 1.0
+"""Saving that justifies the compilation for a new size of micro-batches, in mini-batches."""
+
+MAX_SIZES = 16
+"""Number of sizes in use above which a size is added only for sequences that fit in no other."""
 
 
 class TokenSequence(Protocol):
@@ -48,9 +59,22 @@ class TokenSequence(Protocol):
         """Recorded per-token arrays `[L, ...]`, by name."""
 
 
+@dataclass
+class SizesInUse:
+    """Sizes of micro-batches for which programs are compiled; see `fit_rows`."""
+
+    sizes: tuple[tuple[int, int], ...] = ()  # (b, T)
+    excess: float = 0.0  # cost since the last addition that new sizes would have saved
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> SizesInUse:
+        """Restore the sizes from the JSON form of `dataclasses.asdict`."""
+        return cls(tuple((rows, tokens) for rows, tokens in saved["sizes"]), saved["excess"])
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchShape:
-    """Shape of all mini-batches of a stage, which share one compilation."""
+    """Shape of mini-batches, or the largest shape if there are `sizes`."""
 
     num_micro: int  # A, micro-batches
     micro_rows: int  # b, rows of a micro-batch; a multiple of data * fsdp * expert
@@ -62,6 +86,8 @@ class BatchShape:
     num_pieces: int = 1  # C, pieces of a row on different devices; divides T
     # Recorded arrays that the model reads.
     token_arrays: Mapping[str, TokenArraySpec] = field(default_factory=dict)
+    # Sizes in use if `fit_rows` may change b and T without increasing b * T, else None.
+    sizes: SizesInUse | None = field(default=None, compare=False)
 
     @property
     def row_units(self) -> int:
@@ -117,6 +143,7 @@ class BatchShape:
             num_micro=max(-(-num_sequences // micro_rows), 1),
             micro_rows=micro_rows,
             row_tokens=row_tokens,
+            sizes=SizesInUse(),
             **settings,
         )
         if not shards_with_prompts:
@@ -226,7 +253,7 @@ def make_items(sequences: Sequence[TokenSequence], shape: BatchShape) -> list[It
     prompt_indices: dict[Any, int] = {}
     items = []
     for number, sequence in enumerate(sequences):
-        mask, prompt, ids = sequence.loss_mask, -1 - number, sequence.token_ids
+        mask, prompt, ids = sequence.loss_mask, number, sequence.token_ids
         num_shared = max(int(mask.argmax()) - 1, 0) if shape.shares_prompts else 0
         # Several contexts must all begin with the prefix.
         attached, later = sequence.attachments, split_contexts(sequence)[1:]
@@ -237,7 +264,7 @@ def make_items(sequences: Sequence[TokenSequence], shape: BatchShape) -> list[It
             )
         if not all(_has_equal_prefix(sequence, context, num_shared, shape) for context in later):
             num_shared = 0
-        # Sequences with equal tokens, attachments and arrays in the prefix get the same number.
+        # Sequences with equal tokens, attachments and arrays in the prefix get the first's number.
         has_unit = ids == tower.token_id if tower and attached else np.zeros(len(ids), bool)
         shared_units = int(has_unit[:num_shared].sum())
         if num_shared:
@@ -250,7 +277,7 @@ def make_items(sequences: Sequence[TokenSequence], shape: BatchShape) -> list[It
             arrays = select_arrays(sequence, shape)
             aux_arrays = tuple((name, x[:num_shared].tobytes()) for name, x in arrays.items())
             prompt = prompt_indices.setdefault(
-                (ids[:num_shared].tobytes(), shared_attachments, aux_arrays), len(prompt_indices)
+                (ids[:num_shared].tobytes(), shared_attachments, aux_arrays), number
             )
         items.append(
             Item(
@@ -274,13 +301,95 @@ def _has_equal_prefix(
     return is_equal and not sequence.loss_mask[span.start : span.stop + 1].any()
 
 
+def fit_rows(
+    items: Sequence[Item], shape: BatchShape, num_shards: int = 1
+) -> tuple[BatchShape, list[list[int]]]:
+    """Choose the size of micro-batches, and assign sequences to rows.
+
+    The cost of a size is the number of slots for tokens, plus `MICRO_BATCH_TOKENS` per device and
+    micro-batch. The cheapest size in use is reused until the cheapest of all sizes would have saved
+    `SIZE_SAVING`; that size is then added. The result depends only on the arguments, so it is equal
+    in all processes, and in a resumed run, which restores `shape.sizes`.
+
+    Returns:
+        The shape and the sequence indices of each row.
+
+    Raises:
+        ValueError: The sequences need more rows than `shape` has.
+    """
+    rows = assign_rows(items, shape.row_tokens, shape.row_units)
+    if len(rows) > shape.num_micro * shape.micro_rows:
+        raise ValueError(
+            f"{len(items)} sequences need {len(rows)} rows, the batch has "
+            f"{shape.num_micro * shape.micro_rows}. This is a bug in jaxrl."
+        )
+    if shape.sizes is None or not items:
+        return shape, rows
+    longest, assigned = max(item.length for item in items), {shape.row_tokens: rows}
+    # Shorter rows repeat at least as many prompts.
+    num_tokens = sum(_count_tokens(items, omit_shared_prompts(items, row)) for row in rows)
+    possible = list_sizes(shape, num_shards)
+    in_use = [size for size in shape.sizes.sizes if size in possible]
+    best = current = None
+    lowest = lowest_in_use = math.inf
+    for number, size in enumerate([*in_use, *possible]):
+        # Skip sizes that cannot be cheaper, before sequences are assigned to rows.
+        micro_rows, row_tokens = size
+        cost = micro_rows * row_tokens + MICRO_BATCH_TOKENS * num_shards
+        if row_tokens < longest or -(-num_tokens // (micro_rows * row_tokens)) * cost >= lowest:
+            continue
+        if row_tokens not in assigned:
+            assigned[row_tokens] = assign_rows(items, row_tokens, shape.row_units)
+        num_micro = -(-len(assigned[row_tokens]) // micro_rows)
+        if num_micro <= shape.num_micro and num_micro * cost < lowest:
+            lowest, best = num_micro * cost, size
+            if number < len(in_use):
+                lowest_in_use, current = lowest, size
+    assert best is not None  # the largest size always suffices
+    shape.sizes.excess += lowest_in_use / lowest - 1
+    has_saved = shape.sizes.excess >= SIZE_SAVING and len(in_use) < MAX_SIZES
+    if current is not None and not has_saved:
+        best = current
+    elif best not in in_use:
+        shape.sizes.sizes, shape.sizes.excess = (*in_use, best), 0.0
+    # A shorter row has room for as many attachments.
+    capacity = {"max_tokens": best[1], "max_units": shape.row_units}
+    fitted = dataclasses.replace(shape, micro_rows=best[0], row_tokens=best[1], **capacity)
+    return fitted, assigned[best[1]]
+
+
+def list_sizes(shape: BatchShape, num_shards: int) -> list[tuple[int, int]]:
+    """Return the numbers of rows of a micro-batch, and their lengths, that fit in `shape`."""
+    sizes = []
+    for row_tokens in _divide(shape.row_tokens, math.lcm(16, shape.num_pieces), 64):
+        if shape.shares_prompts:
+            sizes.append((shape.micro_rows, row_tokens))
+            continue
+        max_rows = shape.micro_rows
+        if not shape.tower:
+            max_rows = max_rows * shape.row_tokens // row_tokens
+        counts = _divide(max_rows // num_shards, 1, 16)
+        sizes += [(count * num_shards, row_tokens) for count in counts]
+    return sizes
+
+
+def _divide(largest: int, unit: int, parts: int) -> list[int]:
+    """Return `parts` / 2 multiples of `unit` up to `largest`, as many up to its half, and so on."""
+    sizes = (
+        -(-largest * part // (parts * unit << halvings)) * unit
+        for halvings in range((-(-largest // unit)).bit_length())
+        for part in range(parts, parts // 2, -1)
+    )
+    return [*dict.fromkeys(min(size, largest) for size in sizes)]
+
+
 def assign_rows(
     items: Sequence[Item], row_tokens: int, row_units: int | None = None
 ) -> list[list[int]]:
-    """Pack sequences into rows first-fit, trying rows with the same prompt first.
+    """Pack sequences into rows first-fit, one prompt after another.
 
-    Tries two orders and uses the one that needs fewer rows: by decreasing length, or by prompt and
-    then by decreasing length.
+    Prompts whose sequences have the most tokens come first, and of each prompt, the longest
+    sequences. Rows that already have the prompt are tried before others.
 
     Args:
         items: Sizes of the sequences, each at most a row long.
@@ -290,43 +399,32 @@ def assign_rows(
     Returns:
         Sequence indices of each row. Sequences with the same prompt are adjacent.
     """
-    totals: dict[int, int] = {}
+    totals: Counter[int] = Counter()
     for item in items:
-        totals[item.prompt] = totals.get(item.prompt, 0) + item.length
-    longest_first = sorted(range(len(items)), key=lambda i: (-items[i].length, i))
-    by_prompt = sorted(longest_first, key=lambda i: (-totals[items[i].prompt], items[i].prompt))
-    room = (row_tokens, row_tokens if row_units is None else row_units)
-    return min(
-        (_pack_first_fit(items, order, room) for order in (longest_first, by_prompt)), key=len
+        totals[item.prompt] += item.length
+    order = sorted(
+        range(len(items)),
+        key=lambda i: (-totals[items[i].prompt], items[i].prompt, -items[i].length),
     )
-
-
-def _pack_first_fit(
-    items: Sequence[Item], order: Sequence[int], full_size: tuple[int, int]
-) -> list[list[int]]:
-    """Pack items into rows first-fit in `order`.
-
-    `full_size` is the capacity of a row in tokens and in attachment tokens.
-    """
-    rows: list[dict[int, list[int]]] = []  # by prompt
-    room: list[tuple[int, int]] = []
+    room = np.full(len(items), row_tokens)
+    unit_room = np.full(len(items), row_tokens if row_units is None else row_units)
+    rows: list[list[int]] = []
+    rows_with: dict[int, list[int]] = {}  # by prompt
     for index in order:
-        item = items[index]
-        full = (item.length, item.units)
-        rest = (item.length - item.num_shared, item.units - item.shared_units)
-        sizes = [rest if item.prompt in row else full for row in rows]
-        fitting = [
-            r for r, left in enumerate(room) if sizes[r][0] <= left[0] and sizes[r][1] <= left[1]
-        ]
-        # Take the first row with the same prompt, else the first that fits, else a new one.
-        slot = min(fitting, key=lambda r: (item.prompt not in rows[r], r), default=len(rows))
+        item, candidates = items[index], rows_with.setdefault(items[index].prompt, [])
+        size, units = item.length - item.num_shared, item.units - item.shared_units
+        fitting = (row for row in candidates if size <= room[row] and units <= unit_room[row])
+        slot = next(fitting, -1)
+        if slot < 0:
+            size, units, end = item.length, item.units, len(rows) + 1
+            slot = int(np.argmax((size <= room[:end]) & (units <= unit_room[:end])))
+            candidates.append(slot)
         if slot == len(rows):
-            rows.append({})
-            room.append(full_size)
-            sizes.append(full)
-        room[slot] = (room[slot][0] - sizes[slot][0], room[slot][1] - sizes[slot][1])
-        rows[slot].setdefault(item.prompt, []).append(index)
-    return [[index for members in row.values() for index in members] for row in rows]
+            rows.append([])
+        rows[slot].append(index)
+        room[slot] -= size
+        unit_room[slot] -= units
+    return rows
 
 
 Row = list[tuple[int, int]]
@@ -394,10 +492,8 @@ def pack(
             "config.rollout.max_total_tokens or shorten the demonstrations."
         )
     # Assign sequences to rows, and rows to devices.
-    rows = [
-        omit_shared_prompts(items, row)
-        for row in assign_rows(items, shape.row_tokens, shape.row_units)
-    ]
+    shape, assigned = fit_rows(items, shape, num_shards)
+    rows = [omit_shared_prompts(items, row) for row in assigned]
     loads = [0] * num_shards
     if num_shards > 1:
         rows, loads = balance_rows(rows, items, shape.micro_rows, num_shards)
@@ -467,11 +563,6 @@ def _fill_arrays(
 ) -> dict[str, Any]:
     """Return the filled fields of `Batch`, `[A * b, T]`."""
     size = (shape.num_micro * shape.micro_rows, shape.row_tokens)
-    if len(rows) > size[0]:
-        raise ValueError(
-            f"{len(sequences)} sequences need {len(rows)} rows, the batch has {size[0]}. "
-            "This is a bug in jaxrl."
-        )
     arrays: dict[str, Any] = {
         "token_ids": np.zeros(size, np.int32),
         "segment_ids": np.zeros(size, np.int32),

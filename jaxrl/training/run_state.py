@@ -35,7 +35,7 @@ from jaxrl.training.interfaces import (
     WriteSamples,
 )
 from jaxrl.training.method import Method, OptimizerSettings
-from jaxrl.training.packing import BatchShape, TokenSequence
+from jaxrl.training.packing import BatchShape, SizesInUse, TokenSequence
 from jaxrl.training.settings import STAGES, Settings
 from jaxrl.training.update import UpdateStep, init_state, move_moments
 from jaxrl.training.usage import UsageStats, check_budget
@@ -114,6 +114,7 @@ class Progress:
     num_learned: int = 0  # train-stage steps with a gradient
     weights_step: int | None = None  # step of the final weights, if the stage stopped early
     micro_rows: int = 0  # rows per micro-batch after the train stage ran out of memory; else 0
+    sizes_in_use: SizesInUse = field(default_factory=SizesInUse)  # of micro-batches of the stage
     # The other fields belong to the train stage. Fields with arrays are not compared, because == of
     # arrays does not return a bool.
     watched: WatchState = field(default_factory=WatchState)
@@ -202,6 +203,7 @@ class Progress:
         buffered_groups = [group for group in saved["buffered_groups"] if len(group) == size]
         fields |= {
             "best": Best(**saved["best"]),
+            "sizes_in_use": SizesInUse.from_json(saved["sizes_in_use"]),
             "controllers": Controllers.from_json(saved["controllers"], method),
             "buffered_groups": serialization.deserialize_groups(buffered_groups),
             "prefetched": CollectedGroups.from_json(saved["prefetched"])
@@ -264,6 +266,7 @@ class RunState:
         progress.value, progress.best, progress.num_learned = None, Best(), 0
         progress.controllers = Controllers.init(self.components.method)
         progress.buffered_groups = []
+        progress.sizes_in_use = SizesInUse()
         progress.discard_prefetched_groups()
         progress.in_flight_tasks = []
         return True

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import cache, partial
-from itertools import product
 from typing import Any
 
 import jax
@@ -30,12 +29,7 @@ from jaxrl.runtime.sharding import (
     piece_sharding,
     replicated_sharding,
 )
-from jaxrl.training.packing import (
-    CAPACITY_DIVISORS,
-    PackedAttachments,
-    PackedBatch,
-    compute_logit_capacities,
-)
+from jaxrl.training.packing import PackedAttachments, PackedBatch, compute_logit_capacities
 from jaxrl.types import Batch, Params, TrainState
 
 TokenLoss = Callable[[jax.Array, jax.Array, Batch], tuple[jax.Array, dict[str, Metric]]]
@@ -177,7 +171,7 @@ class MicroBatchLoop:
         self.program = CompiledFunction(
             run,
             name=name,
-            variants=product(LOGIT_CAPACITIES, (0, *CAPACITY_DIVISORS), (False, True)),
+            variants=None,  # logit capacities, and sizes from `packing.fit_rows`
             donate_argnums=(1,),
             static_argnums=(5,),
             key=key,
@@ -204,7 +198,8 @@ class MicroBatchLoop:
                 stop += 1
             span = np.int32(start), np.int32(stop)
             has_recorded = any(name in batch.token_arrays for name in self._recorded)
-            variant = logit_capacity, attachments.divisor if attachments else 0, has_recorded
+            divisor = attachments.divisor if attachments else 0
+            variant = logit_capacity, divisor, has_recorded, batch.token_ids.shape
             sums = self.program(
                 params, sums, batch, *span, logit_capacity, *attached, variant=variant
             )
@@ -437,7 +432,7 @@ class GradientStep:
         self._model = model
         self.balance = BalanceStep(model) if balance_coef else None
         self._balance_coef = balance_coef
-        self.init_sums = CompiledFunction(init_sums, name="update_start", key=key)
+        self.init_sums = CompiledFunction(init_sums, name="update_start", variants=None, key=key)
         self.add = MicroBatchLoop(model, "update", add, key)
         self.accumulate_metrics = MicroBatchLoop(model, "update_metrics", accumulate_metrics, key)
 
@@ -446,7 +441,9 @@ class GradientStep:
         policy, rest = self._model.merge(params), batch.rest
         batch = replace(batch, rest=None)
         # Attachments do not change the shapes of the sums.
-        sums = self.init_sums(policy, self._model.without_attachments(batch))
+        sums = self.init_sums(
+            policy, self._model.without_attachments(batch), variant=batch.token_ids.shape
+        )
         if rest is not None and packed.rest is not None:
             sums = self.accumulate_metrics(policy, sums, rest, packed.rest)
         if self.balance is not None:

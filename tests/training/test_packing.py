@@ -3,7 +3,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.training.packing import BatchShape, Item, assign_rows, pack
+from jaxrl.training.packing import (
+    MICRO_BATCH_TOKENS,
+    BatchShape,
+    Item,
+    assign_rows,
+    fit_rows,
+    list_sizes,
+    pack,
+)
 from tests.helpers import Sequence, gather, random_sequences, sharing_prompts
 
 FIELDS = ("token_ids", "loss_mask", "rollout_logprobs")
@@ -37,10 +45,15 @@ def test_rows_of_shared_prompts_by_hand():
         Item(length=4 + n, prompt=p, num_shared=4) for p, n in ((7, 5), (8, 2), (7, 3), (8, 2))
     ]
     assert assign_rows(items, 12) == [[0, 2], [1, 3]]
-    # Longest first, 8 + 4 fill a row of 12 with two prompts, and 6 + 6 another with the rest of
-    # theirs. One prompt after another, 8 + (6 - 3) and 6 + (4 - 3): as many, so the first stays.
-    items = [Item(length=n, prompt=p, num_shared=3) for p, n in ((1, 8), (2, 4), (1, 6), (2, 6))]
-    assert assign_rows(items, 12) == [[0, 2], [3, 1]]
+    # Prompt 1 has the most tokens: 8 + (6 - 3) = 11 of 12. Prompt 2 begins the next row with
+    # 6 + (4 - 3) = 7, and prompt 3 goes on with 5.
+    items = [Item(length=n, prompt=p, num_shared=3) for p, n in ((2, 4), (1, 6), (2, 6), (1, 8))]
+    items.append(Item(length=5, prompt=3))
+    assert assign_rows(items, 12) == [[3, 1], [2, 0, 4]]
+    # Of four sequences of 4 + 3 with one prompt, a row of 13 has room for three; the fourth repeats
+    # the prompt.
+    items = [Item(length=7, prompt=1, num_shared=4) for _ in range(4)]
+    assert assign_rows(items, 13) == [[0, 1, 2], [3]]
 
 
 def test_a_prompt_stands_once_in_a_row_by_hand():
@@ -104,6 +117,84 @@ def test_smaller_micro_batches_hold_as_many_sequences():
     assert (smaller.full_rows, smaller.num_sequences) == (2, 12)
 
 
+def test_rows_fit_equal_groups_by_hand():
+    # Four sequences of 64 + 128 tokens take 63 + 4 * 129 = 579 slots, so a row of 4 * 192 = 768 has
+    # no room for a second group, nor for two of its sequences (771). Lengths are multiples of 16.
+    items = [Item(length=192, prompt=i // 4, num_shared=63) for i in range(32)]
+    shape = BatchShape.for_sequences(32, micro_rows=4, row_tokens=192, shards_with_prompts=1)
+    fitted, rows = fit_rows(items, shape)
+    assert (fitted.micro_rows, fitted.row_tokens) == (1, 592)
+    assert rows == [[*range(start, start + 4)] for start in range(0, 32, 4)]
+    # Of two groups, one is split, since four rows of 320 have fewer slots than two of 592.
+    fitted, rows = fit_rows(items[:8], shape)
+    assert (fitted.row_tokens, len(rows)) == (592, 2)
+
+
+def test_a_size_is_added_when_it_would_have_saved_a_mini_batch():
+    shape = BatchShape.for_sequences(1, micro_rows=1, row_tokens=256, shards_with_prompts=1)
+
+    def fit(length):
+        return fit_rows([Item(length=length, prompt=0)], shape)[0].row_tokens
+
+    assert fit(190) == 192
+    # 192 + 64 cost 0.6 times more than 96 + 64.
+    assert [fit(90), fit(90), fit(90)] == [192, 96, 96]
+    assert fit(190) == 192
+    assert fit(200) == 208  # longer than all rows in use
+    assert shape.sizes.sizes == ((1, 192), (1, 96), (1, 208))
+    # After an update ran out of memory, sizes that are now too large are not used.
+    two = BatchShape.for_sequences(2, micro_rows=2, row_tokens=256, shards_with_prompts=1)
+    items = [Item(length=200, prompt=i) for i in range(2)]
+    assert fit_rows(items, two)[0].row_tokens == 400
+    assert fit_rows(items, two.with_full_rows(1))[0].row_tokens == 208
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.lists(st.integers(1, 96), min_size=1, max_size=20),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.booleans(),
+)
+def test_sizes_are_the_cheapest_that_fit(lengths, per_shard, num_shards, num_prompts, shares):
+    shape = BatchShape.for_sequences(
+        len(lengths),
+        micro_rows=per_shard * num_shards,
+        row_tokens=96,
+        shards_with_prompts=num_shards * shares,
+    )
+    items = [
+        Item(length=n, prompt=i % num_prompts, num_shared=min(lengths) // 2 * shares)
+        if shares
+        else Item(length=n, prompt=i)
+        for i, n in enumerate(lengths)
+    ]
+
+    def cost(num_rows, size):
+        num_micro = -(-num_rows // size[0])
+        slots = size[0] * size[1] + MICRO_BATCH_TOKENS * num_shards
+        return num_micro * slots if num_micro <= shape.num_micro else np.inf
+
+    fitted, rows = fit_rows(items, shape, num_shards)
+    size = fitted.micro_rows, fitted.row_tokens
+    assert sorted(index for row in rows for index in row) == list(range(len(items)))
+    for row in rows:
+        shared = {items[index].prompt: items[index].num_shared for index in row}
+        total = sum(items[index].length - items[index].num_shared for index in row)
+        assert total + sum(shared.values()) <= size[1]
+    assert size[0] % num_shards == 0
+    assert size[0] * size[1] <= per_shard * num_shards * 96
+    assert len(rows) <= size[0] * shape.num_micro
+    costs = [
+        cost(len(assign_rows(items, other[1])), other)
+        for other in list_sizes(shape, num_shards)
+        if other[1] >= max(lengths)
+    ]
+    # With shared prompts, a size is skipped if it is not cheaper unless it repeats fewer prompts.
+    assert cost(len(rows), size) <= (1.1 if shares else 1) * min(costs)
+
+
 def test_sequences_that_do_not_fit_are_refused():
     shape = BatchShape(num_micro=1, micro_rows=1, row_tokens=8)
     merged = BatchShape.for_sequences(2, micro_rows=2, row_tokens=8, shards_with_prompts=1)
@@ -154,8 +245,11 @@ def test_batches_hold_each_token_once(case, micro_rows, seed):
     weights = np.split(np.random.default_rng(seed).random(sum(lengths), np.float32), offsets)
     packed = pack(sequences, advantages, shape, token_fields={"token_weights": weights})
     batch = packed.batch
+    num_micro, *size = batch.token_ids.shape
+    assert num_micro == shape.num_micro
+    assert np.prod(size) <= micro_rows * row_tokens
     assert all(
-        getattr(batch, name).shape == (shape.num_micro, micro_rows, row_tokens)
+        getattr(batch, name).shape == batch.token_ids.shape
         for name in (*FIELDS, "segment_ids", "positions", "advantages", "token_weights")
     )
     for index, sequence in enumerate(sequences):
