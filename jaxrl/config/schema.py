@@ -125,7 +125,7 @@ def _define_optimizer_keys(section: str) -> dict[str, Key]:
             "moment is float32.", one_of=DTYPES),
         f"{section}.offload": Key(False, "Keep both moments in host memory between updates.",
             restart=FREE),
-        f"{section}.micro_rows": Key(8, "Packed rows per micro-batch; a multiple of `data` × "
+        f"{section}.micro_rows": Key(8, "Maximum rows per micro-batch; a multiple of `data` × "
             "`fsdp` × `expert`. 0: as many as fit; on a CPU, two rows or 512 tokens.",
             at_least=0, restart=FREE),
     }

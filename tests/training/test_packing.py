@@ -1,3 +1,6 @@
+import dataclasses
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,6 +10,7 @@ from jaxrl.training.packing import (
     MICRO_BATCH_TOKENS,
     BatchShape,
     Item,
+    SizesInUse,
     assign_rows,
     fit_rows,
     list_sizes,
@@ -147,6 +151,22 @@ def test_a_size_is_added_when_it_would_have_saved_a_mini_batch():
     items = [Item(length=200, prompt=i) for i in range(2)]
     assert fit_rows(items, two)[0].row_tokens == 400
     assert fit_rows(items, two.with_full_rows(1))[0].row_tokens == 208
+
+
+def test_a_restored_run_chooses_the_same_sizes():
+    rng = np.random.default_rng(0)
+    shape = BatchShape.for_sequences(16, micro_rows=4, row_tokens=384, shards_with_prompts=1)
+    restored = dataclasses.replace(shape, sizes=SizesInUse())
+    for step in range(60):
+        if step % 20 == 7:
+            saved = json.loads(json.dumps(dataclasses.asdict(restored.sizes)))
+            restored = dataclasses.replace(restored, sizes=SizesInUse.from_json(saved))
+        lengths = rng.integers(70, 384, 16).tolist()
+        items = [Item(length=n, prompt=i // 4, num_shared=63) for i, n in enumerate(lengths)]
+        fitted, other = fit_rows(items, shape)[0], fit_rows(items, restored)[0]
+        assert (fitted.micro_rows, fitted.row_tokens) == (other.micro_rows, other.row_tokens)
+    assert restored.sizes == shape.sizes
+    assert len(shape.sizes.sizes) > 2
 
 
 @settings(deadline=None, max_examples=50)

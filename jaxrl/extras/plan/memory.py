@@ -281,7 +281,9 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
     rows = shape.micro_rows // shards
     tokens = rows * shape.row_tokens // sizes["context"]
     chunk_tokens = max(config.model.logits_chunk_tokens // num_pieces(mesh), 1)
-    num_chunks, chunk = split_evenly(tokens, chunk_tokens)
+    num_chunks, _ = split_evenly(tokens, chunk_tokens)
+    # Rows may be shorter than planned, and then their chunks of logits larger.
+    chunk = min(tokens, chunk_tokens)
     logits = 4 * chunk * _compute_shard_size(model.vocab_size, sizes["tensor"])
 
     # Terms that are allocated for the entire phase.
