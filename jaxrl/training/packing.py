@@ -326,25 +326,26 @@ def fit_rows(
     if shape.sizes is None or not items:
         return shape, rows
     longest, assigned = max(item.length for item in items), {shape.row_tokens: rows}
-    # Shorter rows repeat at least as many prompts.
-    num_tokens = sum(_count_tokens(items, omit_shared_prompts(items, row)) for row in rows)
+    shared = {item.prompt: item.num_shared for item in items}
+    num_tokens = sum(item.length - item.num_shared for item in items) + sum(shared.values())
+    max_slots = shape.num_micro * shape.micro_rows * shape.row_tokens
     possible = list_sizes(shape, num_shards)
     in_use = [size for size in shape.sizes.sizes if size in possible]
     best = current = None
     lowest = lowest_in_use = math.inf
-    for number, size in enumerate([*in_use, *possible]):
+    for number, (micro_rows, row_tokens) in enumerate([*in_use, *possible]):
         # Skip sizes that cannot be cheaper, before sequences are assigned to rows.
-        micro_rows, row_tokens = size
-        cost = micro_rows * row_tokens + MICRO_BATCH_TOKENS * num_shards
-        if row_tokens < longest or -(-num_tokens // (micro_rows * row_tokens)) * cost >= lowest:
+        slots = micro_rows * row_tokens
+        cost = slots + MICRO_BATCH_TOKENS * num_shards
+        if row_tokens < longest or -(-num_tokens // slots) * cost >= lowest:
             continue
         if row_tokens not in assigned:
             assigned[row_tokens] = assign_rows(items, row_tokens, shape.row_units)
         num_micro = -(-len(assigned[row_tokens]) // micro_rows)
-        if num_micro <= shape.num_micro and num_micro * cost < lowest:
-            lowest, best = num_micro * cost, size
+        if num_micro * slots <= max_slots and num_micro * cost < lowest:
+            lowest, best = num_micro * cost, (micro_rows, row_tokens)
             if number < len(in_use):
-                lowest_in_use, current = lowest, size
+                lowest_in_use, current = lowest, best
     assert best is not None  # the largest size always suffices
     shape.sizes.excess += lowest_in_use / lowest - 1
     has_saved = shape.sizes.excess >= SIZE_SAVING and len(in_use) < MAX_SIZES
@@ -352,9 +353,15 @@ def fit_rows(
         best = current
     elif best not in in_use:
         shape.sizes.sizes, shape.sizes.excess = (*in_use, best), 0.0
-    # A shorter row has room for as many attachments.
-    capacity = {"max_tokens": best[1], "max_units": shape.row_units}
-    fitted = dataclasses.replace(shape, micro_rows=best[0], row_tokens=best[1], **capacity)
+    fitted = dataclasses.replace(
+        shape,
+        num_micro=max_slots // math.prod(best),
+        micro_rows=best[0],
+        row_tokens=best[1],
+        # A shorter row has room for as many attachments.
+        max_tokens=best[1],
+        max_units=shape.row_units,
+    )
     return fitted, assigned[best[1]]
 
 

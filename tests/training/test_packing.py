@@ -191,10 +191,12 @@ def test_sizes_are_the_cheapest_that_fit(lengths, per_shard, num_shards, num_pro
         for i, n in enumerate(lengths)
     ]
 
+    largest = per_shard * num_shards * 96
+
     def cost(num_rows, size):
-        num_micro = -(-num_rows // size[0])
-        slots = size[0] * size[1] + MICRO_BATCH_TOKENS * num_shards
-        return num_micro * slots if num_micro <= shape.num_micro else np.inf
+        num_micro, slots = -(-num_rows // size[0]), size[0] * size[1]
+        fits = num_micro * slots <= shape.num_micro * largest
+        return num_micro * (slots + MICRO_BATCH_TOKENS * num_shards) if fits else np.inf
 
     fitted, rows = fit_rows(items, shape, num_shards)
     size = fitted.micro_rows, fitted.row_tokens
@@ -204,15 +206,15 @@ def test_sizes_are_the_cheapest_that_fit(lengths, per_shard, num_shards, num_pro
         total = sum(items[index].length - items[index].num_shared for index in row)
         assert total + sum(shared.values()) <= size[1]
     assert size[0] % num_shards == 0
-    assert size[0] * size[1] <= per_shard * num_shards * 96
-    assert len(rows) <= size[0] * shape.num_micro
+    assert size[0] * size[1] <= largest
+    assert len(rows) <= size[0] * fitted.num_micro
+    assert fitted.num_micro * size[0] * size[1] <= shape.num_micro * largest
     costs = [
         cost(len(assign_rows(items, other[1])), other)
         for other in list_sizes(shape, num_shards)
         if other[1] >= max(lengths)
     ]
-    # With shared prompts, a size is skipped if it is not cheaper unless it repeats fewer prompts.
-    assert cost(len(rows), size) <= (1.1 if shares else 1) * min(costs)
+    assert cost(len(rows), size) == min(costs)
 
 
 def test_sequences_that_do_not_fit_are_refused():
@@ -265,9 +267,9 @@ def test_batches_hold_each_token_once(case, micro_rows, seed):
     weights = np.split(np.random.default_rng(seed).random(sum(lengths), np.float32), offsets)
     packed = pack(sequences, advantages, shape, token_fields={"token_weights": weights})
     batch = packed.batch
-    num_micro, *size = batch.token_ids.shape
-    assert num_micro == shape.num_micro
+    _, *size = batch.token_ids.shape
     assert np.prod(size) <= micro_rows * row_tokens
+    assert batch.token_ids.size <= shape.num_micro * micro_rows * row_tokens
     assert all(
         getattr(batch, name).shape == batch.token_ids.shape
         for name in (*FIELDS, "segment_ids", "positions", "advantages", "token_weights")
