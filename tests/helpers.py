@@ -92,7 +92,7 @@ TINY_MOE = QwenMoeConfig(
     expert_layers=(0, 2),
 )
 UPDATE_PROGRAMS = 2 + 2 * len(LOGIT_CAPACITIES)
-"""Most programs of an update: start, optimizer, and two per capacity of the output layer."""
+"""Most programs of an update of one size: start, optimizer, and two per logit capacity."""
 
 NUM_TOKENS = 250  # real tokens; the last four ids pad the vocabulary
 

@@ -24,6 +24,7 @@ from jaxrl.extras.experts import choice, products
 from jaxrl.models.attention import reference
 from jaxrl.models.attention.reference import XLA
 from jaxrl.sampling.demonstrations import Demonstration
+from jaxrl.training.packing import MAX_SIZES
 
 MODEL = [
     "--num_layers=1", "--width=32", "--num_heads=2", "--num_kv_heads=1", "--head_dim=16",
@@ -146,7 +147,7 @@ def test_fitted_rows_have_little_padding(name, spread):
     work = dataclasses.replace(update.WORK["cpu"], spread=spread, micro_rows=4, draws=1000)
     figures = update.simulate_padding(work)
     assert figures["fitted"] < 0.05 < figures["longest"]
-    assert figures["sizes"] <= 16
+    assert figures["sizes"] <= MAX_SIZES
 
 
 def test_operations_by_hand():

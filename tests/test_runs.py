@@ -20,6 +20,7 @@ from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.runtime.checkpoint import MANIFEST, list_steps, restore_params
 from jaxrl.training.failures import NothingWorksError
+from jaxrl.training.packing import MAX_SIZES
 from jaxrl.types import flatten_groups, replace_fields
 from tests.helpers import UPDATE_PROGRAMS, build, settings_of
 from tests.runs import (
@@ -139,10 +140,13 @@ def test_sampler_and_trainer_agree(base):
 
 def test_each_program_is_compiled_once(base, parts):
     written = records(base)
-    for stage in (written[:40], written[41:45]):
+    for stage, step in ((written[:40], 40), (written[41:45], 44)):
         counts = [r["perf/num_compilations/update"] for r in stage]
         assert counts == sorted(counts)
-        assert counts[-1] <= UPDATE_PROGRAMS
+        position = base / "checkpoints" / str(step) / "position" / "metadata"
+        sizes = json.loads(position.read_text(encoding="utf-8"))["sizes_in_use"]["sizes"]
+        assert 1 <= len(sizes) <= MAX_SIZES
+        assert counts[-1] <= UPDATE_PROGRAMS * len(sizes)
     # The sampler's when they are first needed, each at most once.
     counts = [r["perf/num_compilations/sampler"] for r in written[41:45]]
     assert counts == sorted(counts)
