@@ -73,6 +73,13 @@ def read_orientation(image: PIL.Image.Image) -> int | None:
     return image.getexif().get(_ORIENTATION) if has_exif else None
 
 
+def read_upright_size(image: PIL.Image.Image) -> tuple[int, int]:
+    """Return the width and height of an upright image, without reading its pixels."""
+    width, height = image.size
+    is_transposed = read_orientation(image) in TRANSPOSED_ORIENTATIONS
+    return (height, width) if is_transposed else (width, height)
+
+
 def load_upright(image: PIL.Image.Image) -> PIL.Image.Image:
     """Decode an image to RGB and apply its EXIF orientation."""
     needs_transform = read_orientation(image) in _TRANSFORMS

@@ -1,27 +1,34 @@
-"""Encoded images, in files or as bytes, and their placeholder in text."""
+"""Encoded images and videos, in files or as bytes, and their placeholders in text."""
 
 from __future__ import annotations
 
 import base64
 import binascii
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+import io
+import math
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-IMAGE_TAG = "<image>"
-"""Image placeholder in a text. It is plain text in a task without images."""
+import numpy as np
+
+IMAGE_TAG, VIDEO_TAG = "<image>", "<video>"
+"""Placeholders in a text. Each is plain text in a task without images, or without videos."""
 
 
 class UnreadableImageError(ValueError):
-    """Error for an image that cannot be read or has changed. The message names it."""
+    """Error for an image or video that cannot be read or has changed. The message names it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
     """An encoded image, given as a file path or as bytes."""
+
+    tag: ClassVar[str] = IMAGE_TAG
 
     path: str = ""
     data: bytes = field(default=b"", repr=False)
@@ -43,6 +50,69 @@ class Picture:
     def name(self) -> str:
         """Name for error messages."""
         return self.path or f"an image of {len(self.data):,} bytes"
+
+    @property
+    def files(self) -> tuple[Picture, ...]:
+        """Encoded files that it consists of."""
+        return (self,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Video(Picture):
+    """A video, given as a file path, as the bytes of a file, or as frames.
+
+    Attributes:
+        frames: Images of equal size in temporal order; () for a file.
+        fps: Frames per second of `frames`. 0 if they are already sampled, at `config.images.fps`.
+    """
+
+    tag = VIDEO_TAG
+
+    frames: tuple[Picture, ...] = ()
+    fps: float = 0.0
+
+    @cached_property
+    def digest(self) -> str:
+        """Hash of the encoded bytes of the file, or of all frames and their rate."""
+        if not self.frames:
+            return hashlib.blake2b(self.read(), digest_size=16).hexdigest()
+        content = " ".join([f"{self.fps}", *(frame.digest for frame in self.frames)])
+        return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+
+    @property
+    def name(self) -> str:
+        """Name for error messages."""
+        if self.frames:
+            return f"the video of {len(self.frames)} frames from {self.frames[0].name}"
+        return self.path or f"a video of {len(self.data):,} bytes"
+
+    @property
+    def files(self) -> tuple[Picture, ...]:
+        """The video file, or the frames."""
+        return self.frames or (self,)
+
+
+class VideoTokens(int):
+    """Number of tokens of a video.
+
+    Attributes:
+        times: Seconds to write before each equal part of the tokens; () to write none.
+    """
+
+    times: tuple[float, ...]
+
+    def __new__(cls, count: int, times: Iterable[float] = ()) -> VideoTokens:
+        """Create a count; arithmetic on it returns an int."""
+        instance = super().__new__(cls, count)
+        instance.times = tuple(times)
+        return instance
+
+
+def split_at_tags(text: str, tags: Collection[str]) -> list[str]:
+    """Split text into nonempty texts and the placeholders in `tags`, in order."""
+    if not any(tag in text for tag in tags):
+        return [text]
+    return [part for part in re.split(f"({'|'.join(tags)})", text) if part]
 
 
 class TextWithImages(str):
@@ -67,8 +137,8 @@ def parse_picture(value: Any, folder: Path) -> Picture:
     """Convert a field of a record to a `Picture`.
 
     Args:
-        value: A path, file content, a `data:` URL, or an object with `bytes`, `path`, `image` or
-            `url`, as in verl and Hugging Face's `datasets`.
+        value: A path, file content, a `data:` URL, an array of pixels, or an object with `bytes`,
+            `path`, `image`, `video` or `url`, as in verl and Hugging Face's `datasets`.
         folder: Base folder for relative paths.
 
     Raises:
@@ -77,6 +147,8 @@ def parse_picture(value: Any, folder: Path) -> Picture:
     match value:
         case bytes() if value:
             return Picture(data=value)
+        case np.ndarray():
+            return encode_pixels(value)
         case str() if value.startswith("data:"):
             head, _, content = value.partition(",")
             if not (content and head.endswith(";base64")):
@@ -94,20 +166,89 @@ def parse_picture(value: Any, folder: Path) -> Picture:
         case str() if value.strip():
             return Picture(path=str(folder / value.removeprefix("file://")))
         case Mapping():
-            for name in ("bytes", "path", "image", "url"):
-                if value.get(name):
+            for name in ("bytes", "path", "image", "video", "url"):
+                if has_content(value.get(name)):
                     return parse_picture(value[name], folder)
             raise ValueError(f"it has the fields {', '.join(value)}; expected 'bytes' or 'path'")
     raise ValueError(f"it is a {type(value).__name__}; expected a path or bytes")
+
+
+def encode_pixels(pixels: np.ndarray) -> Picture:
+    """Encode an array as a PNG image.
+
+    Args:
+        pixels: Pixels, uint8 [H, W, 3].
+
+    Raises:
+        ValueError: The array has another shape or type.
+    """
+    import PIL.Image
+
+    if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
+        raise ValueError(
+            f"it is an array of {pixels.dtype} {list(pixels.shape)}; expected uint8 [H, W, 3]"
+        )
+    file = io.BytesIO()
+    PIL.Image.fromarray(pixels).save(file, "PNG", compress_level=1)
+    return Picture(data=file.getvalue())
+
+
+def parse_video(value: Any, folder: Path) -> Video:
+    """Convert a field of a record to a `Video`.
+
+    Args:
+        value: A file as in `parse_picture`, a list or array of frames, or an object with `frames`
+            and, unless they are already sampled, their `fps`.
+        folder: Base folder for relative paths.
+
+    Raises:
+        ValueError: The value has an unsupported type or format.
+    """
+    fps: Any = 0.0
+    if isinstance(value, Mapping):
+        fields = {name: field for name, field in value.items() if field is not None}
+        frames = fields.get("frames", fields.get("video"))
+        if _is_list(frames):
+            value, fps = frames, fields.get("fps", 0.0)
+            if type(fps) not in (int, float) or not math.isfinite(fps) or fps < 0:
+                raise ValueError(f"its fps is {fps!r}; expected frames per second, such as 25")
+    if not _is_list(value):
+        file = parse_picture(value, folder)
+        return Video(path=file.path, data=file.data)
+    if not len(value):
+        raise ValueError("it has no frames; expected at least one")
+    return Video(frames=parse_pictures(list(value), folder), fps=float(fps))
+
+
+def parse_videos(values: Any, folder: Path) -> tuple[Video, ...]:
+    """Convert a video or a list of videos. Raises the same errors as `parse_video`."""
+    if values is None:
+        return ()
+    videos = []
+    for index, value in enumerate(values if _is_list(values) else [values]):
+        try:
+            videos.append(parse_video(value, folder))
+        except ValueError as error:
+            raise ValueError(f"video number {index + 1}: {error}") from error
+    return tuple(videos)
+
+
+def has_content(value: Any) -> bool:
+    """Return False for a missing or empty value of a field."""
+    return isinstance(value, np.ndarray) or bool(value)
+
+
+def _is_list(value: Any) -> bool:
+    is_array = isinstance(value, np.ndarray) and value.ndim != 3  # 3 axes are one frame
+    return is_array or (isinstance(value, Sequence) and not isinstance(value, str | bytes))
 
 
 def parse_pictures(values: Any, folder: Path) -> tuple[Picture, ...]:
     """Convert an image or a list of images. Raises the same errors as `parse_picture`."""
     if values is None:
         return ()
-    is_list = isinstance(values, Sequence) and not isinstance(values, str | bytes)
     images = []
-    for index, value in enumerate(values if is_list else [values]):
+    for index, value in enumerate(values if _is_list(values) else [values]):
         try:
             images.append(parse_picture(value, folder))
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""Config keys for image preprocessing."""
+"""Config keys for the preprocessing of images and videos."""
 
 from jaxrl.config.keys import FREE, Key, Rule
 
@@ -8,6 +8,16 @@ KEYS = {
         "`preprocessor_config.json`.", at_least=0),
     "images.max_pixels": Key(0, "Maximum pixels per image; larger images are reduced. 0: as in "
         "`preprocessor_config.json`.", at_least=0),
+    "images.fps": Key(0.0, "Frames sampled per second of a video. 0: as in the model's files, "
+        "or 2.", at_least=0),
+    "images.min_frames": Key(0, "Minimum number of sampled frames; shorter videos are not "
+        "extended. 0: as in the model's files, or 4.", at_least=0),
+    "images.max_frames": Key(0, "Maximum number of sampled frames. 0: as in the model's files, "
+        "or 768.", at_least=0),
+    "images.min_video_pixels": Key(0, "Minimum pixels per frame (Qwen2.5-VL) or per video "
+        "(Qwen3-VL). 0: as in the model's files.", at_least=0),
+    "images.max_video_pixels": Key(0, "Maximum pixels per frame (Qwen2.5-VL) or per video "
+        "(Qwen3-VL). 0: as in the model's files.", at_least=0),
     "images.cache_mib": Key(256.0, "MiB of preprocessed images kept in memory; the least "
         "recently used are evicted.", at_least=0, restart=FREE),
 }
@@ -18,6 +28,16 @@ RULES = (
         "images.max_pixels",
         lambda c: 0 < c.images.max_pixels < c.images.min_pixels,
         "at least images.min_pixels, or 0",
+    ),
+    Rule(
+        "images.max_video_pixels",
+        lambda c: 0 < c.images.max_video_pixels < c.images.min_video_pixels,
+        "at least images.min_video_pixels, or 0",
+    ),
+    Rule(
+        "images.max_frames",
+        lambda c: 0 < c.images.max_frames < c.images.min_frames,
+        "at least images.min_frames, or 0",
     ),
 )
 """Invalid combinations of keys."""

@@ -1,4 +1,4 @@
-"""Image preprocessing with the checkpoint's image processor, without torch.
+"""Preprocessing of images and videos with the checkpoint's image processor, without torch.
 
 The processor is transformers' Pillow backend. An image's number of tokens depends only on its size,
 which is read from the file header. An image is decoded when a prompt or an observation contains it;
@@ -18,15 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL.Image
 
 from jaxrl.envs.image_decoding import (
-    TRANSPOSED_ORIENTATIONS,
     load_upright,
     open_image,
-    read_orientation,
+    read_upright_size,
     wrap_image_errors,
 )
-from jaxrl.envs.images import Picture, UnreadableImageError
+from jaxrl.envs.images import Picture, UnreadableImageError, Video, VideoTokens
+from jaxrl.extras.vision.video import Layout, iter_frames, load_video_rules, read_header
 from jaxrl.types import Group
 from jaxrl.utils.quiet_transformers import quiet_transformers
 
@@ -35,10 +36,11 @@ FILE = "preprocessor_config.json"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Image:
-    """Image as patches from the model's image processor."""
+    """Image or video as patches from the model's image processor."""
 
     patches: np.ndarray  # float32 [t * h * w, C * temporal patch * patch * patch], `pixel_values`
     grid: tuple[int, int, int]  # number of patches in time, height and width
+    times: tuple[float, ...] = ()  # seconds of each of a video's t patches; () for an image
 
     @property
     def num_patches(self) -> int:
@@ -49,7 +51,7 @@ class Image:
     def digest(self) -> bytes:
         """Hash of the content, used to compare images."""
         content = np.ascontiguousarray(self.patches, np.float32)
-        shape = repr(self.grid).encode()
+        shape = repr((self.grid, self.times)).encode()
         return hashlib.blake2b(shape + content.tobytes(), digest_size=16).digest()
 
     def __eq__(self, other: object) -> bool:
@@ -65,9 +67,19 @@ class HFImageProcessor:
     is_blank = False
 
     def __init__(
-        self, folder: str, *, min_pixels: int = 0, max_pixels: int = 0, cache_mib: float = 256.0
+        self,
+        folder: str,
+        *,
+        min_pixels: int = 0,
+        max_pixels: int = 0,
+        fps: float = 0.0,
+        min_frames: int = 0,
+        max_frames: int = 0,
+        min_video_pixels: int = 0,
+        max_video_pixels: int = 0,
+        cache_mib: float = 256.0,
     ):
-        """Load the checkpoint's `preprocessor_config.json`.
+        """Load the checkpoint's `preprocessor_config.json`, and its settings of videos.
 
         Args:
             folder: Model folder with the file.
@@ -75,6 +87,12 @@ class HFImageProcessor:
                 the file.
             max_pixels: Maximum pixels per image; larger images are reduced. 0 for the value in the
                 file.
+            fps: Frames sampled per second of a video. This and the following arguments may be 0
+                for the checkpoint's values; see `VideoRules`.
+            min_frames: Minimum number of sampled frames.
+            max_frames: Maximum number of sampled frames.
+            min_video_pixels: Minimum pixels of a video.
+            max_video_pixels: Maximum pixels of a video.
             cache_mib: Maximum size of the image cache, in MiB.
 
         Raises:
@@ -87,6 +105,18 @@ class HFImageProcessor:
         self.patches_per_token = int(self._processor.merge_size) ** 2
         side, frames = self._processor.patch_size, self._processor.temporal_patch_size
         self.patch_values = 3 * int(frames) * int(side) ** 2
+        self.video_rules = load_video_rules(
+            folder,
+            patch=int(side),
+            merge=int(self._processor.merge_size),
+            temporal_patch=int(frames),
+            fps=fps,
+            min_frames=min_frames,
+            max_frames=max_frames,
+            min_pixels=min_video_pixels,
+            max_pixels=max_video_pixels,
+        )
+        self._layouts: dict[str, Layout] = {}
         self._cache_bytes = int(cache_mib * 2**20)
         self._lock = threading.Lock()
         self._cache: OrderedDict[str, Image] = OrderedDict()
@@ -98,10 +128,11 @@ class HFImageProcessor:
         Raises:
             UnreadableError: The file is not an image.
         """
+        if isinstance(picture, Video):
+            layout = self._lay_out(picture)
+            return self._count_video_tokens(math.prod(layout.grid), layout.times)
         with wrap_image_errors(picture), open_image(picture) as image:
-            width, height = image.size
-            if read_orientation(image) in TRANSPOSED_ORIENTATIONS:
-                width, height = height, width
+            width, height = read_upright_size(image)
         limits = {
             "min_pixels": self._size["shortest_edge"],
             "max_pixels": self._size["longest_edge"],
@@ -116,7 +147,13 @@ class HFImageProcessor:
 
     def num_units(self, image: Image) -> int:
         """Return the number of tokens of a preprocessed image."""
+        if image.times:
+            return self._count_video_tokens(image.num_patches, image.times)
         return image.num_patches // self.patches_per_token
+
+    def _count_video_tokens(self, num_patches: int, times: tuple[float, ...]) -> VideoTokens:
+        written = times if self.video_rules.writes_times else ()
+        return VideoTokens(num_patches // self.patches_per_token, written)
 
     def make_blank_processor(self) -> BlankProcessor:
         """Return a processor that replaces images with blank images."""
@@ -134,12 +171,16 @@ class HFImageProcessor:
             if digest in self._cache:
                 self._cache.move_to_end(digest)
                 return self._cache[digest]
-        with wrap_image_errors(picture):
-            with open_image(picture) as image:
-                upright_image = load_upright(image)
-            fields = self._processor(upright_image, size=self._size, return_tensors="np")
-        t, h, w = (int(n) for n in fields["image_grid_thw"][0])
-        processed = Image(patches=np.asarray(fields["pixel_values"], np.float32), grid=(t, h, w))
+        if isinstance(picture, Video):
+            processed = self._process_video(picture)
+        else:
+            with wrap_image_errors(picture):
+                with open_image(picture) as image:
+                    upright_image = load_upright(image)
+                fields = self._processor(upright_image, size=self._size, return_tensors="np")
+            t, h, w = (int(n) for n in fields["image_grid_thw"][0])
+            patches = np.asarray(fields["pixel_values"], np.float32)
+            processed = Image(patches=patches, grid=(t, h, w))
         with self._lock:
             if digest not in self._cache:
                 self._cache[digest] = processed
@@ -148,6 +189,45 @@ class HFImageProcessor:
                 _, old = self._cache.popitem(last=False)
                 self._num_bytes -= old.patches.nbytes
         return processed
+
+    def _lay_out(self, video: Video) -> Layout:
+        """Return the frames and the size of a video, cached because each draw of a task needs it.
+
+        Raises:
+            UnreadableError: The file is not a video, or its frames differ in size.
+        """
+        with wrap_image_errors(video):
+            digest = video.digest
+        if digest not in self._layouts:
+            try:
+                self._layouts[digest] = self.video_rules.lay_out(read_header(video))
+            except UnreadableImageError:
+                raise
+            except ValueError as error:
+                raise UnreadableImageError(f"{video.name}: {error}.") from error
+        return self._layouts[digest]
+
+    def _process_video(self, video: Video) -> Image:
+        """Decode the sampled frames of a video and split them into patches.
+
+        Raises:
+            UnreadableError: A frame is damaged.
+        """
+        layout, rules = self._lay_out(video), self.video_rules
+        t, h, w = layout.grid
+        size = w * rules.patch, h * rules.patch
+        frames = []
+        for frame in iter_frames(video, layout.frames):
+            image = frame.resize(size, PIL.Image.Resampling.BICUBIC)
+            fields = self._processor(image, do_resize=False, return_tensors="np")
+            # The processor repeats an image `temporal_patch` times in each patch.
+            patches = np.asarray(fields["pixel_values"], np.float32)
+            frames.append(patches.reshape(h * w, 3, rules.temporal_patch, -1)[:, :, 0])
+        # The last frame fills up the last temporal patch.
+        frames += frames[-1:] * (t * rules.temporal_patch - len(frames))
+        patches = np.stack(frames).reshape(t, rules.temporal_patch, h * w, 3, -1)
+        patches = patches.transpose(0, 2, 3, 1, 4).reshape(t * h * w, -1)
+        return Image(patches=patches, grid=layout.grid, times=layout.times)
 
     def with_images(self, groups: Iterable[Group]) -> list[Group]:
         """Reload the images of groups from another process or a checkpoint, by name.
@@ -182,6 +262,7 @@ class BlankProcessor(HFImageProcessor):
             processor.patches_per_token,
             processor.patch_values,
         )
+        self.video_rules = processor.video_rules
 
     def num_tokens(self, picture: Picture) -> int:
         """See `HFImageProcessor.num_tokens`."""

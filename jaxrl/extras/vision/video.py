@@ -1,0 +1,337 @@
+"""Videos: files and frames, which frames are sampled, and their size in patches.
+
+A video becomes an image whose grid has several temporal patches. Each combines `temporal_patch`
+frames. The rules are those of the video processors of Qwen2-VL, Qwen2.5-VL and Qwen3-VL in
+transformers 5.24.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import PIL.Image
+
+from jaxrl.envs.image_decoding import (
+    MAX_PIXELS,
+    load_upright,
+    open_image,
+    read_upright_size,
+    wrap_image_errors,
+)
+from jaxrl.envs.images import UnreadableImageError, Video
+from jaxrl.utils.json_io import read_object
+
+FILES = ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json")
+"""Files with the settings of the video processor, in order of priority."""
+
+FORMATS = ("mov", "mp4", "matroska", "webm", "avi", "mpegts", "mpeg", "ogg", "flv", "gif")
+"""Supported containers. By default, FFmpeg also opens playlists, which read other files."""
+
+MAX_ASPECT_RATIO = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """Size of a video.
+
+    Attributes:
+        num_frames: Number of frames.
+        fps: Frames per second; 0 if the frames are already sampled.
+        height: Height in pixels.
+        width: Width in pixels.
+    """
+
+    num_frames: int
+    fps: float
+    height: int
+    width: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Sampled frames of a video and its size in patches.
+
+    Attributes:
+        frames: Indices of the sampled frames.
+        grid: Number of patches in time, height and width.
+        times: Seconds of each temporal patch.
+    """
+
+    frames: tuple[int, ...]
+    grid: tuple[int, int, int]
+    times: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoRules:
+    """Sampling and resizing of videos, as in Qwen2-VL and Qwen2.5-VL.
+
+    Attributes:
+        fps: Frames sampled per second.
+        min_frames: Minimum number of sampled frames; shorter videos are not extended.
+        max_frames: Maximum number of sampled frames.
+        min_pixels: Minimum number of pixels per frame, or in Qwen3-VL per video.
+        max_pixels: Maximum number of pixels per frame, or in Qwen3-VL per video.
+        caps_frames: True to also limit the pixels of a frame by `max_video_tokens`.
+        max_video_tokens: Tokens that all frames may take if `caps_frames`, or in Qwen3-VL one
+            frame. A tenth is reserved in Qwen2.5-VL.
+        patch: Number of pixels along each side of a patch.
+        merge: Number of patches along each side of a token.
+        temporal_patch: Number of frames of a patch.
+    """
+
+    default_limits: ClassVar[tuple[int, int]] = (128 * 28**2, 768 * 28**2)  # pixels
+    default_tokens: ClassVar[int] = 128_000
+    writes_times: ClassVar[bool] = False  # True if the prompt contains the time of each patch
+
+    fps: float
+    min_frames: int
+    max_frames: int
+    min_pixels: int
+    max_pixels: int
+    caps_frames: bool
+    max_video_tokens: int
+    patch: int
+    merge: int
+    temporal_patch: int
+
+    def lay_out(self, header: Header) -> Layout:
+        """Choose the frames, the size and the times of a video.
+
+        Raises:
+            ValueError: The aspect ratio is too large.
+        """
+        count, rate = header.num_frames, header.fps or self.fps
+        frames = self._sample(count, rate) if header.fps else range(count)
+        height, width = self._resize(header.height, header.width, len(frames))
+        num_patches = -(-len(frames) // self.temporal_patch)
+        return Layout(
+            frames=tuple(frames),
+            grid=(num_patches, height // self.patch, width // self.patch),
+            times=self._compute_times(frames, num_patches, count, rate),
+        )
+
+    def _sample(self, count: int, rate: float) -> Sequence[int]:
+        """Return the indices of the sampled frames of a video with `rate` frames per second."""
+        size = self.temporal_patch
+        limit = min(self.max_frames, count) // size * size
+        wanted = min(max(count / rate * self.fps, self.min_frames), limit)
+        num_frames = math.floor(wanted / size) * size or min(count, size)
+        indices = np.arange(num_frames) * (count / num_frames)
+        return indices.astype(np.float32).astype(int).tolist()  # float32, as in transformers
+
+    def _resize(self, height: int, width: int, num_frames: int) -> tuple[int, int]:
+        """Return the height and width in pixels of resized frames."""
+        limit = self.max_pixels
+        if self.caps_frames:
+            pixels = int(self.max_video_tokens * self._unit**2 * 0.9)
+            share = pixels * self.temporal_patch // num_frames
+            limit = max(min(limit, share), int(self.min_pixels * 1.05))
+        return self._fit(height, width, 1, 1, limit)
+
+    @property
+    def _unit(self) -> int:
+        return self.patch * self.merge
+
+    def _fit(
+        self, height: int, width: int, num_frames: int, num_rounded: int, limit: int
+    ) -> tuple[int, int]:
+        """Round to whole tokens, between `min_pixels` and `limit` pixels over all frames.
+
+        `num_rounded` is the number of frames whose pixels are compared with the limits.
+        """
+        unit = self._unit
+        if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
+            raise ValueError(
+                f"it has {width} x {height} pixels; expected an aspect ratio of at most "
+                f"{MAX_ASPECT_RATIO}"
+            )
+        rows, columns = round(height / unit), round(width / unit)
+        pixels = num_rounded * rows * columns * unit**2
+        if pixels > limit:
+            scale = math.sqrt(num_frames * height * width / limit)
+            rows = max(1, math.floor(height / scale / unit))
+            columns = max(1, math.floor(width / scale / unit))
+        elif pixels < self.min_pixels:
+            scale = math.sqrt(self.min_pixels / (num_frames * height * width))
+            rows, columns = math.ceil(height * scale / unit), math.ceil(width * scale / unit)
+        return rows * unit, columns * unit
+
+    def _compute_times(
+        self, frames: Sequence[int], num_patches: int, count: int, rate: float
+    ) -> tuple[float, ...]:
+        """Return the seconds of each temporal patch, at equal intervals."""
+        interval = self.temporal_patch / (len(frames) / count * rate)
+        return tuple(index * interval for index in range(num_patches))
+
+
+class Qwen3VideoRules(VideoRules):
+    """Sampling and resizing of videos as in Qwen3-VL, whose prompts contain times."""
+
+    default_limits = (128 * 32**2, 768 * 32**2)
+    default_tokens = 768
+    writes_times = True
+
+    def _sample(self, count: int, rate: float) -> Sequence[int]:
+        wanted = max(int(count / rate * self.fps), self.min_frames)
+        num_frames = min(wanted, self.max_frames, count)
+        return np.linspace(0, count - 1, num_frames).round().astype(int).tolist()
+
+    def _resize(self, height: int, width: int, num_frames: int) -> tuple[int, int]:
+        limit = self.max_pixels
+        if self.caps_frames:
+            share = min(self.max_video_tokens * self._unit**2, limit // num_frames)
+            limit = max(share, int(self.min_pixels * 1.05)) * num_frames
+        if min(height, width) < self._unit:
+            scale = max(self._unit / height, self._unit / width)
+            height, width = int(height * scale), int(width * scale)
+        num_frames = max(num_frames, self.temporal_patch)
+        num_rounded = round(num_frames / self.temporal_patch) * self.temporal_patch
+        return self._fit(height, width, num_frames, num_rounded, limit)
+
+    def _compute_times(
+        self, frames: Sequence[int], num_patches: int, count: int, rate: float
+    ) -> tuple[float, ...]:
+        """Return the mean time of the first and the last frame of each temporal patch."""
+        size = self.temporal_patch
+        ends = [(i * size, min((i + 1) * size, len(frames)) - 1) for i in range(num_patches)]
+        return tuple((frames[start] / rate + frames[end] / rate) / 2 for start, end in ends)
+
+
+def load_video_rules(
+    folder: str,
+    *,
+    patch: int,
+    merge: int,
+    temporal_patch: int,
+    fps: float,
+    min_frames: int,
+    max_frames: int,
+    min_pixels: int,
+    max_pixels: int,
+) -> VideoRules:
+    """Load the rules for a checkpoint's videos. Arguments of 0 stand for the checkpoint's values.
+
+    Raises:
+        ValueError: A file cannot be read.
+    """
+    fields: dict[str, Any] = {}
+    for file in (Path(folder) / name for name in reversed(FILES)):
+        if file.is_file():
+            found = read_object(file)
+            fields = found.get("video_processor", fields) if file.name == FILES[0] else found
+    config = Path(folder) / "config.json"
+    model_type = read_object(config).get("model_type") if config.is_file() else ""
+    rules_type = Qwen3VideoRules if str(model_type).startswith("qwen3_vl") else VideoRules
+    size = fields.get("size") or {}
+    low, high = rules_type.default_limits
+    return rules_type(
+        fps=fps or fields.get("fps") or 2.0,
+        min_frames=min_frames or fields.get("min_frames") or 4,
+        max_frames=max_frames or fields.get("max_frames") or 768,
+        min_pixels=min_pixels or fields.get("min_pixels") or size.get("shortest_edge") or low,
+        max_pixels=max_pixels or fields.get("max_pixels") or size.get("longest_edge") or high,
+        caps_frames=bool(fields.get("cap_pixels_per_frame")),
+        max_video_tokens=fields.get("max_video_tokens") or rules_type.default_tokens,
+        patch=patch,
+        merge=merge,
+        temporal_patch=temporal_patch,
+    )
+
+
+def read_header(video: Video) -> Header:
+    """Read the size of a video, without decoding all of it.
+
+    Raises:
+        UnreadableImageError: The file is not a video, or the frames differ in size.
+    """
+    if video.frames:
+        sizes = []
+        for frame in video.frames:
+            with wrap_image_errors(frame), open_image(frame) as image:
+                sizes.append(read_upright_size(image))
+        for index, (width, height) in enumerate(sizes):
+            if (width, height) != sizes[0]:
+                raise UnreadableImageError(
+                    f"frame {index + 1} of {video.name} has {width} x {height} pixels; expected "
+                    f"{sizes[0][0]} x {sizes[0][1]}, as in frame 1."
+                )
+        width, height = sizes[0]
+        return Header(num_frames=len(sizes), fps=video.fps, height=height, width=width)
+    with _open_file(video) as (container, stream):
+        width, height = _turn_upright(next(container.decode(stream))).size
+        if width * height > MAX_PIXELS:
+            raise ValueError(
+                f"it has {width} x {height} pixels; expected at most {MAX_PIXELS:,}. Make it "
+                "smaller"
+            )
+        num_frames = stream.frames
+        if not num_frames:  # some containers do not store it
+            container.seek(0)
+            num_frames = sum(packet.size > 0 for packet in container.demux(stream))
+        rate = stream.average_rate or stream.guessed_rate
+        return Header(num_frames=num_frames, fps=float(rate), height=height, width=width)
+
+
+def iter_frames(video: Video, indices: Sequence[int]) -> Iterator[PIL.Image.Image]:
+    """Decode the frames at increasing `indices`.
+
+    Raises:
+        UnreadableImageError: A frame is damaged or missing.
+    """
+    if video.frames:
+        for index in indices:
+            with wrap_image_errors(video.frames[index]), open_image(video.frames[index]) as image:
+                yield load_upright(image)
+        return
+    with _open_file(video) as (container, stream):
+        remaining = list(reversed(indices))
+        num_frames = 0
+        for index, frame in enumerate(container.decode(stream)):
+            num_frames += 1
+            if index == remaining[-1]:
+                remaining.pop()
+                yield _turn_upright(frame)
+            if not remaining:
+                return
+        raise ValueError(
+            f"it ends after {num_frames} frames; expected at least {indices[-1] + 1}, as in its "
+            "header. Encode it again"
+        )
+
+
+@contextmanager
+def _open_file(video: Video) -> Iterator[tuple[Any, Any]]:
+    """Open a video file with FFmpeg; convert any exception to an `UnreadableImageError`."""
+    try:
+        import av
+    except ImportError as error:
+        raise UnreadableImageError(
+            f"{video.name} is a video file, which requires PyAV; run pip install 'jaxrl[video]', "
+            "or list the frames as images."
+        ) from error
+    try:
+        source: Any = video.path or io.BytesIO(video.data)
+        whitelist = {"format_whitelist": ",".join(FORMATS)}
+        with av.open(source, container_options=whitelist) as container:
+            yield container, container.streams.video[0]
+    except UnreadableImageError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        if isinstance(error, IndexError | StopIteration | av.error.InvalidDataError):
+            reason = f"it has no frames in one of the formats {', '.join(FORMATS)}"
+        raise UnreadableImageError(f"{video.name} cannot be read as a video: {reason}.") from error
+
+
+def _turn_upright(frame: Any) -> PIL.Image.Image:
+    """Convert a decoded frame to an upright RGB image. Phones store portraits sideways."""
+    image = frame.to_image()
+    return image.rotate(frame.rotation, expand=True) if frame.rotation else image
