@@ -52,14 +52,14 @@ def tower():
     [pad] = looking_tokenizer().encode(PAD)
     return dict(
         width=16, mlp_width=24, num_layers=2, num_heads=2, out_width=32, channels=3, patch=4,
-        temporal_patch=2, merge=2, rope_theta=1e4, token_id=pad,
+        temporal_patch=2, merge=2, rope_theta=1e4, token_id=pad, video_id=319,
     )  # fmt: skip
 
 
 DECODER = dict(
     vocab_size=320, width=32, mlp_width=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
     rope_theta=1e4, rms_norm_eps=1e-6, tie_embeddings=False, output_bias=False, max_positions=512,
-    mrope_section=(2, 1, 1), video_id=319,
+    mrope_section=(2, 1, 1),
 )  # fmt: skip
 
 

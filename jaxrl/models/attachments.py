@@ -44,7 +44,8 @@ class Tower(ABC):
     """Encoder of attachments. Each unit, a group of patches, becomes one token.
 
     Attributes:
-        token_id: Id of the placeholder token.
+        token_id: Id of the placeholder token of an image.
+        video_id: Id of the placeholder token of a video; -1 if there is none.
         width: Width of the patches' hidden states.
         num_layers: Number of layers in the tower.
         num_axes: Number of axes of a token's position.
@@ -53,6 +54,7 @@ class Tower(ABC):
     """
 
     token_id: int
+    video_id: int = -1
     width: int
     num_layers: int
     num_axes: int = 3
@@ -67,6 +69,10 @@ class Tower(ABC):
             POSITIONS: TokenArraySpec(shape=(self.num_axes,), dtype=int32, fill=0),
             UNITS: TokenArraySpec(shape=(), dtype=int32, fill=-1),
         }
+
+    def is_placeholder(self, token_ids: Any) -> Any:
+        """Return True for each token of an attachment: bool, like `token_ids`."""
+        return (token_ids == self.token_id) | (token_ids == self.video_id)
 
     @property
     def num_deepstack_layers(self) -> int:

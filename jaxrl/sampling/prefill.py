@@ -119,7 +119,8 @@ class PrefillBatcher:
             arrays |= row.prefill_arrays
             if row.prefill_attachments:
                 embed_indices = np.concatenate([next(units) for _ in row.prefill_attachments])
-                arrays[UNITS][np.equal(row.prefill_ids, self.tower.token_id)] = embed_indices
+                has_unit = self.tower.is_placeholder(np.asarray(row.prefill_ids))
+                arrays[UNITS][has_unit] = embed_indices
         pieces = [
             PrefillPiece(
                 row,

@@ -264,8 +264,8 @@ def make_items(sequences: Sequence[TokenSequence], shape: BatchShape) -> list[It
             )
         if not all(_has_equal_prefix(sequence, context, num_shared, shape) for context in later):
             num_shared = 0
-        # Sequences with equal tokens, attachments and arrays in the prefix get the first's number.
-        has_unit = ids == tower.token_id if tower and attached else np.zeros(len(ids), bool)
+        # Sequences with equal tokens, attachments and arrays in the prefix get the same number.
+        has_unit = tower.is_placeholder(ids) if tower and attached else np.zeros(len(ids), bool)
         shared_units = int(has_unit[:num_shared].sum())
         if num_shared:
             ends = np.cumsum(

@@ -147,7 +147,7 @@ def expected_tower(theirs):
     else:
         others = {}
     return {
-        "video_id": theirs.video_token_id,
+        "tower.video_id": theirs.video_token_id,
         "tower.token_id": theirs.image_token_id,
         **dict(zip(("tower.width", "tower.mlp_width", "tower.out_width"), sizes, strict=True)),
         "tower.num_layers": tower.depth,

@@ -120,7 +120,7 @@ def test_images_are_read_as_in_the_full_pass(name):
     assert_logprobs_agree(samples, scored)
     for ids, mask, _ in samples:
         assert mask.sum() == 2 * TURN
-        assert not np.isin(ids[mask], [IMAGE, config.video_id]).any()
+        assert not np.isin(ids[mask], [IMAGE, config.tower.video_id]).any()
     assert abs(scored[0, len(prompt) - 1] - scored[3, len(prompt) - 1]).max() > 0.1
 
 

@@ -51,6 +51,7 @@ class Qwen2Vision(Qwen3Vision):
     activation = "quick_gelu"
     width_field = "embed_dim"
     out_width_field = "hidden_size"
+    has_split_videos = False
 
     @classmethod
     def from_fields(cls, vision_fields: dict[str, Any], image_id: int, source: str) -> Qwen2Vision:

@@ -98,6 +98,7 @@ class Qwen3Vision(VisionTower):
     names = HF_NAMES
     activation = "gelu_pytorch_tanh"
     has_deepstack: ClassVar[bool] = True
+    has_split_videos = True
 
     side: int = 0
     deepstack_layers: tuple[int, ...] = ()
@@ -154,7 +155,7 @@ class Qwen3Vision(VisionTower):
         """Return the number of attention scores of a query block over all patches."""
         return self.num_heads * min(num_patches, QUERY_BLOCK) * num_patches
 
-    def collate(self, images: Sequence[Image]) -> PatchBatch:
+    def collate_frames(self, images: Sequence[Image]) -> PatchBatch:
         """Concatenate the patches of images.
 
         A patch's coords are the image's number (from 1), its number of rows, its number of columns,

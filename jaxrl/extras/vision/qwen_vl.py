@@ -7,6 +7,7 @@ text, all three are equal, so text without images is computed as in Qwen2.5.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -37,7 +38,6 @@ class QwenVLConfig(QwenConfig):
     Attributes:
         tower: Image encoder.
         mrope_section: Number of rotary pairs per head for time, height and width.
-        video_id: Id of the video token. Videos are not supported.
     """
 
     model_type: ClassVar[str] = "qwen2_5_vl"
@@ -51,7 +51,6 @@ class QwenVLConfig(QwenConfig):
 
     tower: VisionTower = field()  # required here
     mrope_section: tuple[int, ...]
-    video_id: int
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> QwenVLConfig:
@@ -108,11 +107,11 @@ class QwenVLConfig(QwenConfig):
                 f"{source}: 'deepstack_visual_indexes' feeds {vision.num_deepstack_layers} layers "
                 f"of the decoder, but there are {text.num_layers}."
             )
+        video_id = read_positive_int(fields, "video_token_id", source)
         return cls(
             **vars(text),
-            tower=vision,
+            tower=dataclasses.replace(vision, video_id=video_id),
             mrope_section=tuple(sections),
-            video_id=read_positive_int(fields, "video_token_id", source),
         )
 
     @classmethod
@@ -155,7 +154,7 @@ class QwenVLConfig(QwenConfig):
             "text_config": text,
             "vision_config": vision,
             "image_token_id": self.tower.token_id,
-            "video_token_id": self.video_id,
+            "video_token_id": self.tower.video_id,
             "tie_word_embeddings": self.tie_embeddings,
             "torch_dtype": "float32",
         }
@@ -214,8 +213,7 @@ class QwenVLConfig(QwenConfig):
         """
         logits = super().unembed(params, hidden, num_tokens=num_tokens)
         token_ids = jnp.arange(self.vocab_size)
-        is_placeholder = (token_ids == self.tower.token_id) | (token_ids == self.video_id)
-        return jnp.where(is_placeholder, reference.MASK_VALUE, logits)
+        return jnp.where(self.tower.is_placeholder(token_ids), reference.MASK_VALUE, logits)
 
     def sampler_hidden_states(
         self,

@@ -7,6 +7,8 @@ A tower encodes patches of images into embeddings of image tokens. Its parameter
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxrl.extras.vision.processor import Image
-from jaxrl.models.attachments import Tower
+from jaxrl.models.attachments import PatchBatch, Tower
 from jaxrl.models.attention.reference import MASK_VALUE
 from jaxrl.models.decoder import (
     Angles,
@@ -78,6 +80,8 @@ class VisionTower(Tower):
         merge: Number of patches along each side of a unit, which becomes one token.
     """
 
+    has_split_videos: ClassVar[bool] = False  # True if text separates the frames of a video
+
     names: ClassVar[dict[str, str]]  # HF tensor name of each parameter; `{}` is the layer index
     activation: ClassVar[str]  # `hidden_act`
     width_field: ClassVar[str] = "hidden_size"
@@ -95,11 +99,12 @@ class VisionTower(Tower):
     merge: int
     rope_theta: float
     token_id: int
+    video_id: int = -1
 
     @classmethod
     @abstractmethod
     def from_fields(cls, vision_fields: dict[str, Any], image_id: int, source: str) -> VisionTower:
-        """Build the tower from a `vision_config` after `fill_hf_defaults`.
+        """Build the tower, without `video_id`, from a `vision_config` after `fill_hf_defaults`.
 
         Raises:
             ValueError: The fields require an unsupported feature.
@@ -172,65 +177,100 @@ class VisionTower(Tower):
     def num_tokens(self, image: Image) -> int:
         """Return the number of tokens of an image; see `Tower.num_tokens`."""
         t, h, w = image.grid
-        if t != 1 or h < 1 or w < 1 or h % self.merge or w % self.merge:
+        if t != max(len(image.times), 1) or h < 1 or w < 1 or h % self.merge or w % self.merge:
             raise ValueError(
-                f"an image has a grid of {image.grid} patches; expected a single frame and "
-                f"multiples of {self.merge} (videos are not supported)."
+                f"an image has a grid of {image.grid} patches; expected {max(len(image.times), 1)} "
+                f"in time and multiples of {self.merge}."
             )
-        if image.patches.shape != (h * w, self.patch_values):
+        if image.patches.shape != (t * h * w, self.patch_values):
             raise ValueError(
                 f"an image with a grid of {image.grid} has patches {list(image.patches.shape)}; "
-                f"expected {[h * w, self.patch_values]}. Use the image processor of the model."
+                f"expected {[t * h * w, self.patch_values]}. Use the image processor of the model."
             )
-        return h * w // self.patches_per_token
+        return t * h * w // self.patches_per_token
 
     def find_token_runs(
         self, token_ids: np.ndarray, attachments: Sequence[Image]
     ) -> list[np.ndarray]:
-        """Find the token indices of each image.
+        """Find the token indices of each image or video.
 
         Raises:
-            ValueError: The number of image tokens does not match the images.
+            ValueError: The number or the kind of the tokens does not match the attachments.
         """
-        indices = np.flatnonzero(np.asarray(token_ids) == self.token_id)
+        token_ids = np.asarray(token_ids)
+        indices = np.flatnonzero(self.is_placeholder(token_ids))
         counts = [self.num_tokens(image) for image in attachments]
         if sum(counts) != len(indices):
             raise ValueError(
-                f"a prompt or an observation has {len(indices)} image tokens (id {self.token_id}); "
-                f"expected {sum(counts)} for its {len(counts)} images with grids "
-                f"{[image.grid for image in attachments]}."
+                f"a prompt or an observation has {len(indices)} image tokens (id {self.token_id}, "
+                f"or {self.video_id} for videos); expected {sum(counts)} for its {len(counts)} "
+                f"images with grids {[image.grid for image in attachments]}."
             )
         token_runs = np.split(indices, np.cumsum(counts)[:-1]) if counts else []
-        if any(run[-1] - run[0] >= len(run) for run in token_runs):
-            raise ValueError(
-                f"the image tokens (id {self.token_id}) of an image are not contiguous; expected "
-                f"runs of lengths {counts}, one per image."
-            )
+        for image, run in zip(attachments, token_runs, strict=True):
+            id = self.video_id if image.times else self.token_id
+            blocks = np.split(run, self._num_blocks(image))
+            if (token_ids[run] != id).any() or any(b[-1] - b[0] >= len(b) for b in blocks):
+                raise ValueError(
+                    f"the tokens of an image with a grid of {image.grid} are not all {id}, or "
+                    f"are not contiguous; expected runs of lengths {counts}, one per image."
+                )
         return token_runs
+
+    def _num_blocks(self, image: Image) -> int:
+        """Return the number of contiguous runs of an image's tokens."""
+        return image.grid[0] if self.has_split_videos else 1
+
+    def _compute_time_positions(self, image: Image) -> np.ndarray:
+        """Return the relative position in time of each temporal patch, int [t]."""
+        return np.arange(image.grid[0])
 
     def compute_positions(
         self, token_ids: np.ndarray, attachments: Sequence[Image], *, start: int = 0
     ) -> np.ndarray:
         """Compute M-RoPE positions (section 2.1 of https://arxiv.org/abs/2502.13923).
 
-        An image starts at the position after the text before it. Text continues after the image's
-        highest position.
+        An image starts at the position after the text before it. Text continues after the highest
+        row or column, as in transformers 5.24. If a video's positions in time are higher, the
+        source continues after those instead.
         """
         out = np.zeros((3, len(token_ids)), np.int32)
         text_start, position = 0, start
-        for run, image in zip(
-            self.find_token_runs(token_ids, attachments), attachments, strict=True
-        ):
-            first, count = int(run[0]), len(run)
+        blocks = [
+            (block, image)
+            for run, image in zip(
+                self.find_token_runs(token_ids, attachments), attachments, strict=True
+            )
+            for block in np.split(run, self._num_blocks(image))
+        ]
+        for block, image in blocks:
+            first, count = int(block[0]), len(block)
             out[:, text_start:first] = np.arange(position, position + first - text_start)
             position += first - text_start
-            _, h, w = (side // self.merge for side in image.grid)
-            out[1:, first : first + count] = np.indices((h, w)).reshape(2, -1)
-            out[:, first : first + count] += position
+            h, w = (side // self.merge for side in image.grid[1:])
+            coords = np.indices((count // (h * w), h, w)).reshape(3, -1)
+            coords[0] = self._compute_time_positions(image)[coords[0]]
+            out[:, first : first + count] = coords + position
             position += max(h, w)
             text_start = first + count
         out[:, text_start:] = np.arange(position, position + len(token_ids) - text_start)
         return out.T
+
+    def collate(self, attachments: Sequence[Image]) -> PatchBatch:
+        """Concatenate images and videos; the frames of a video are encoded like images."""
+        frames = [
+            Image(patches=patches, grid=(1, *image.grid[1:]))
+            for image in attachments
+            for patches in np.split(image.patches, image.grid[0])
+        ]
+        batch = self.collate_frames(frames)
+        ends = np.cumsum([0, *(image.grid[0] for image in attachments)])
+        units = [np.concatenate(batch.units[i:j]) for i, j in itertools.pairwise(ends)]
+        return dataclasses.replace(batch, units=tuple(units))
+
+    @abstractmethod
+    def collate_frames(self, images: Sequence[Image]) -> PatchBatch:
+        """Concatenate images with one temporal patch each; see `collate`."""
 
     # On the device.
 

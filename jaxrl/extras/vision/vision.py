@@ -76,6 +76,7 @@ class QwenVision(VisionTower):
     Attributes:
         full_layers: Indices of the layers that attend over the complete image.
         window: Number of patches along each side of a window.
+        tokens_per_second: Number of time positions per second of a video.
     """
 
     names = HF_NAMES
@@ -83,6 +84,7 @@ class QwenVision(VisionTower):
 
     window: int
     full_layers: tuple[int, ...]
+    tokens_per_second: int = 4
 
     @classmethod
     def from_fields(cls, vision_fields: dict[str, Any], image_id: int, source: str) -> QwenVision:
@@ -98,7 +100,13 @@ class QwenVision(VisionTower):
             },
             source,
         )
-        return cls(**common, token_id=image_id, window=window, full_layers=tuple(full))
+        return cls(
+            **common,
+            token_id=image_id,
+            window=window,
+            full_layers=tuple(full),
+            tokens_per_second=read_positive_int(vision_fields, "tokens_per_second", source),
+        )
 
     def hf_fields(self) -> dict[str, Any]:
         """Return the `vision_config` fields; the inverse of `from_fields`."""
@@ -106,7 +114,14 @@ class QwenVision(VisionTower):
             **super().hf_fields(),
             "window_size": self.window * self.patch,
             "fullatt_block_indexes": list(self.full_layers),
+            "tokens_per_second": self.tokens_per_second,
         }
+
+    def _compute_time_positions(self, image: Image) -> np.ndarray:
+        """See `VisionTower._compute_time_positions`; the step depends on the frame rate."""
+        interval = np.float32(image.times[1] if len(image.times) > 1 else 0)
+        step = np.float32(self.tokens_per_second) * interval  # float32, as in transformers
+        return (np.arange(image.grid[0], dtype=np.float32) * step).astype(np.int32)
 
     def memory_terms(self) -> MemoryTerms:
         """Return the memory of attention and the gated MLP, which are not split across devices."""
@@ -126,7 +141,7 @@ class QwenVision(VisionTower):
         block_scores = min(num_patches, QUERY_BLOCK) * num_patches
         return self.num_heads * max(block_scores, 3 * self.window**2 * num_patches)
 
-    def collate(self, images: Sequence[Image]) -> PatchBatch:
+    def collate_frames(self, images: Sequence[Image]) -> PatchBatch:
         """Concatenate the patches of images, sorted by window.
 
         A patch's coords are the image's number (from 1), the window, the row and the column.

@@ -120,8 +120,8 @@ def test_gradients_are_those_of_plain_torch(source, names, use_rslora):
             )
     ids = torch.tensor(token_ids)
     logits = torch_model(ids).logits[:, :-1]
-    if adapter.model.vision is not None:
-        logits[..., [adapter.model.vision.image_id, adapter.model.video_id]] = -torch.inf
+    if adapter.model.tower is not None:
+        logits[..., [adapter.model.tower.token_id, adapter.model.tower.video_id]] = -torch.inf
     table = logits.log_softmax(-1)
     expected = table.gather(-1, ids[:, 1:, None])[..., 0]
     (expected * torch.tensor(weights[:, 1:])).sum().backward()

@@ -51,7 +51,6 @@ def random_decoder(rng):
         "tie_embeddings": bool(rng.integers(2)),
         "max_positions": 4096,
         "mrope_section": tuple(int(x) for x in np.diff([0, *cuts, half])),
-        "video_id": VIDEO,
     }
 
 
@@ -70,6 +69,7 @@ def random_tower(rng, out_width):
         "merge": int(rng.integers(1, 4)),
         "rope_theta": 10_000.0,
         "token_id": IMAGE,
+        "video_id": VIDEO,
     }
 
 
@@ -177,13 +177,13 @@ def random_weights(config, seed):
 
 def random_images(config, rng, count):
     """Images of all shapes, and a sequence of ids with them."""
-    vision, images = config.tower, []
+    tower, images = config.tower, []
     ids = [*rng.integers(4, config.vocab_size, 3)]
     for _ in range(count):
-        h, w = (int(x) * vision.merge for x in rng.integers(1, 6, 2))
-        patches = rng.standard_normal((h * w, vision.patch_values), np.float32)
+        h, w = (int(x) * tower.merge for x in rng.integers(1, 6, 2))
+        patches = rng.standard_normal((h * w, tower.patch_values), np.float32)
         images.append(Image(patches=patches, grid=(1, h, w)))
-        run = [IMAGE] * vision.num_tokens(images[-1])
+        run = [IMAGE] * tower.num_tokens(images[-1])
         ids += [START, *run, *rng.integers(4, config.vocab_size, 1 + rng.integers(3))]
     return images, np.array(ids)
 

@@ -74,7 +74,7 @@ def test_logits_are_those_of_the_reference_and_an_image_matters(name):
     blank = [dataclasses.replace(each, patches=np.zeros_like(each.patches)) for each in images]
     rows = {"rows": [ids] * 2, "images_of_rows": [images, blank]}
     real, nothing = jax.jit(partial(logits_of, config, **rows))(params)
-    is_text = ~np.isin(np.arange(config.vocab_size), [config.tower.token_id, config.video_id])
+    is_text = ~np.isin(np.arange(config.vocab_size), [config.tower.token_id, config.tower.video_id])
     expected = wanted["logits"][0][:, is_text]
     np.testing.assert_allclose(real[:, is_text], expected, atol=2e-4, rtol=0)
     assert (real[:, ~is_text] == MASK_VALUE).all()
