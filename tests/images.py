@@ -19,6 +19,12 @@ TEMPLATE = (
     "{% if tools %}{% endif %}"
 )
 SPECIAL = ("<|vision_start|>", "<|vision_end|>", PAD)
+VIDEO_PAD = "<|video_pad|>"
+VIDEO_TEMPLATE = TEMPLATE.replace(
+    "{% else %}{{ part.text }}",
+    "{% elif part.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
+    "{% else %}{{ part.text }}",
+)
 
 
 def looking_tokenizer(**settings):
@@ -28,6 +34,13 @@ def looking_tokenizer(**settings):
     return toy_tokenizer(
         **{"chat_template": TEMPLATE, "special": SPECIAL, "image_id": pad, **settings}
     )
+
+
+def video_tokenizer():
+    """Return the toy tokenizer of a model that also reads videos."""
+    settings = {"special": (*SPECIAL, VIDEO_PAD), "chat_template": VIDEO_TEMPLATE}
+    [video_id] = looking_tokenizer(**settings).encode(VIDEO_PAD)
+    return looking_tokenizer(**settings, video_id=video_id)
 
 
 def save_processor(folder, **settings):

@@ -82,7 +82,9 @@ class TestRecords:
             assert [image.path for image in task.images] == [str(inside), str(outside)]
             assert task.question == "<image><image>What?"
         inside.unlink()
-        with pytest.raises(ValueError, match=r"tasks.train.source: an image of task '.*:2' cannot"):
+        with pytest.raises(
+            ValueError, match=r"tasks.train.source: an image or video of task '.*:2' cannot"
+        ):
             read_tasks(tmp_path / "data" / "t.csv", "tasks.train")
 
     def test_rows_of_verl_hold_bytes_or_paths(self, tmp_path):
@@ -136,7 +138,10 @@ class TestRecords:
                 r"t:1: 'images' contains 2 images, and the texts 1 placeholders <image>",
             ),
             ({"images": ["http://a/b.png"]}, "expected a file, since URLs are not downloaded"),
-            ({"images": ["a"], "videos": ["b"]}, "t:1: videos are not supported"),
+            (
+                {"images": ["a"], "videos": [["b"], []]},
+                "t:1: 'videos': video number 2: it has no frames",
+            ),
         ],
     )
     def test_unusable_images_are_refused(self, changes, why):

@@ -17,7 +17,7 @@ import functools
 import json
 import re
 import string
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -25,7 +25,7 @@ from typing import Any
 import jinja2
 
 from jaxrl.envs.base import Message
-from jaxrl.envs.images import IMAGE_TAG
+from jaxrl.envs.images import IMAGE_TAG, VIDEO_TAG, split_at_tags
 
 _MARKER = re.compile("\ue000([0-9]+)\ue001|\ue002([^\ue002\ue003]*)\ue003")
 """Numbered marker that replaces a text, or a pair of markers around a token in a field.
@@ -97,6 +97,7 @@ class ChatTemplate:
         template_text: All text before, between and after messages, concatenated.
         image: Text for an image, such as `<|vision_start|><|image_pad|><|vision_end|>`; "" if the
             template does not support images.
+        video: Text for a video; "" if the template does not support videos.
         dropped_system: Default system message that `render` removed from a chat; "" if none yet.
     """
 
@@ -132,15 +133,17 @@ class ChatTemplate:
         self.template_text = "".join(
             chat_texts or self._render_role_texts("user", "assistant", "user") or []
         )
-        # The template's text for an image is found between two texts.
-        image = self._render_texts((("user", ("text", "image", "text"), ""),))
-        self.image = "" if image is None else image[1]
+        # The template's text for an image or a video is found between two texts.
+        self.image, self.video = (
+            texts[1] if (texts := self._render_texts((("user", kinds, ""),))) else ""
+            for kinds in (("text", "image", "text"), ("text", "video", "text"))
+        )
 
     def render(
         self,
         messages: Sequence[Message],
         *,
-        with_images: bool = False,
+        tags: Collection[str] = (),
         has_default_system: bool = False,
     ) -> list[Piece]:
         """Render a chat up to the start of the model's next message, as a list of pieces.
@@ -150,7 +153,7 @@ class ChatTemplate:
 
         Args:
             messages: Chat messages.
-            with_images: True if `<image>` in the contents is a placeholder for an image.
+            tags: Texts in the contents that are placeholders, such as `<image>`.
             has_default_system: True to keep the template's default system message in a chat
                 without a system message.
 
@@ -162,11 +165,12 @@ class ChatTemplate:
         roles = tuple(message["role"] for message in messages)
         fields = [_serialize_fields(message) for message in messages]
         split = [
-            _split_content(message["content"], with_images=with_images, has_fields=bool(others))
+            _split_content(message["content"], tags=tags, has_fields=bool(others))
             for message, others in zip(messages, fields, strict=True)
         ]
-        shape = tuple(zip(roles, map(_find_part_types, split), fields, strict=True))
-        texts = [(i, part) for i, parts in enumerate(split) for part in parts if part is not None]
+        part_types = [_find_part_types(parts, tags) for parts in split]
+        shape = tuple(zip(roles, part_types, fields, strict=True))
+        texts = [(i, part) for i, parts in enumerate(split) for part in parts if part not in tags]
         try:
             text = self._apply(_fill_shape(shape, [part for _, part in texts]), True)
             frame = self._cached_frame(shape, True)
@@ -218,7 +222,7 @@ class ChatTemplate:
             ValueError: The template rejects the message, drops part of it, or does not support tool
                 results.
         """
-        first, *_, last = self.render_tool_turn([0])
+        first, *_, last = self.render_tool_turn([()])
         opening = {"role": "user", "content": "?"}
         header = self._render_role_texts("user", "assistant", "tool")
         assert header is not None  # checked by `render_tool_turn`
@@ -234,23 +238,25 @@ class ChatTemplate:
             )
         return text[len(begin) : len(text) - len(end)]
 
-    def render_tool_turn(self, num_images: Sequence[int]) -> list[str]:
+    def render_tool_turn(self, tags: Sequence[Sequence[str]]) -> list[str]:
         """Return the template's text before, between and after tool results, including images.
 
         The first text starts right after an assistant message. The last text ends right before the
         next assistant message.
 
         Args:
-            num_images: Number of images in each result, which follow its text.
+            tags: Placeholders of the images and videos in each result, which follow its text.
 
         Raises:
             ValueError: The template does not support the role `tool`, or images in its messages.
         """
-        kinds = [("text", *["image"] * n) if n else None for n in num_images]
-        results = (("tool", kind, "") for kind in kinds)
+        results = (
+            ("tool", ("text", *map(_PART_TYPES.__getitem__, parts)) if parts else None, "")
+            for parts in tags
+        )
         shape = (("user", None, ""), ("assistant", None, ""), *results)
         texts = self._render_texts(shape, add_generation_prompt=True)
-        if texts is None and any(num_images):
+        if texts is None and any(tags):
             raise ValueError(
                 "a tool returned an image, but the tokenizer's chat template does not support "
                 "images in messages of the role 'tool'. Set config.env.search.protocol to one with "
@@ -359,15 +365,6 @@ class ChatTemplate:
         return (default_system, replacement) if default_system.startswith(begin) else ("", "")
 
 
-def split_at_images(content: str) -> list[str | None]:
-    """Split content at its image placeholders, into nonempty texts and None for each image."""
-    if IMAGE_TAG not in content:
-        return [content]
-    first, *others = content.split(IMAGE_TAG)
-    split = [first, *(part for text in others for part in (None, text))]
-    return [part for part in split if part != ""]
-
-
 def check_result_order(messages: Sequence[Mapping[str, Any]]) -> None:
     """Check that tool results are in the same order as their calls.
 
@@ -425,22 +422,25 @@ def _serialize_fields(message: Message) -> str:
     return text
 
 
-def _split_content(content: str, *, with_images: bool, has_fields: bool) -> list[str | None]:
-    """Split content into texts and images (None).
+def _split_content(content: str, *, tags: Collection[str], has_fields: bool) -> list[str]:
+    """Split content into texts and placeholders.
 
     Empty content in a message with other fields becomes [], because templates render tool calls
     differently after text.
     """
     if has_fields and not content:
         return []
-    return split_at_images(content) if with_images else [content]
+    return split_at_tags(content, tags)
 
 
-def _find_part_types(parts: Sequence[str | None]) -> tuple[str, ...] | None:
+_PART_TYPES = {IMAGE_TAG: "image", VIDEO_TAG: "video"}
+
+
+def _find_part_types(parts: Sequence[str], tags: Collection[str]) -> tuple[str, ...] | None:
     """Return the types of content parts: None for plain text, () for empty content."""
-    if parts and None not in parts:
+    if parts and not any(part in tags for part in parts):
         return None
-    return tuple("image" if part is None else "text" for part in parts)
+    return tuple(_PART_TYPES[part] if part in tags else "text" for part in parts)
 
 
 def _make_markers(shape: Shape) -> list[str]:

@@ -13,7 +13,17 @@ import numpy as np
 
 from jaxrl.data.readers.base import ANSWER_KEYS, to_json_value
 from jaxrl.envs.base import Task
-from jaxrl.envs.images import IMAGE_TAG, Picture, parse_picture, parse_pictures
+from jaxrl.envs.images import (
+    IMAGE_TAG,
+    VIDEO_TAG,
+    Picture,
+    has_content,
+    parse_picture,
+    parse_pictures,
+    parse_video,
+    parse_videos,
+    split_at_tags,
+)
 from jaxrl.utils.json_io import parse_json
 
 
@@ -26,8 +36,9 @@ def parse_task(fields: dict[str, Any], location: str, *, folder: Path | None = N
     `data_source` and `metadata` are optional. All other fields are added to `Task.metadata`.
 
     `images` is an image or a list of images (see `parse_picture`), one for each
-    `<image>` placeholder in the text. Without placeholders, the images precede the question or the
-    first user message. Message content may also be a list of parts, some of which are images.
+    `<image>` placeholder in the text. `videos` contains videos (see `parse_video`) for the
+    `<video>` placeholders. Without placeholders, they precede the question or the first user
+    message. Message content may also be a list of parts, some of which are images or videos.
 
     Args:
         fields: Values by field name.
@@ -58,7 +69,9 @@ def parse_demonstration(
         messages, images = parse_chat(fields.get("messages"), _parse_images(fields, folder), folder)
         roles = [message["role"] for message in messages]
         start = roles.index("assistant") if "assistant" in roles else len(roles)
-        num_placeholders = sum(message["content"].count(IMAGE_TAG) for message in messages[:start])
+        tags = {image.tag for image in images}
+        parts = [p for m in messages[:start] for p in split_at_tags(m["content"], tags)]
+        num_placeholders = sum(part in tags for part in parts)
         if images and num_placeholders != len(images):
             raise ValueError(
                 f"{len(images) - num_placeholders} images come after the first assistant message; "
@@ -74,7 +87,7 @@ def _get_parent_folder(location: str) -> Path:
 
 
 def _parse_task(fields: dict[str, Any], location: str, folder: Path) -> Task:
-    used = {"id", "data_source", "metadata", "images", *ANSWER_KEYS}
+    used = {"id", "data_source", "metadata", "images", "videos", *ANSWER_KEYS}
     reward_model = fields.get("reward_model")
     if isinstance(fields.get("prompt"), list) and isinstance(reward_model, dict):
         name = "prompt"
@@ -204,7 +217,7 @@ MAX_DIGITS = 15
 def parse_chat(
     messages: Any, images: Sequence[Picture], folder: Path
 ) -> tuple[list[dict[str, Any]], tuple[Picture, ...]]:
-    """Normalize a chat to text contents with image placeholders; return it and the images.
+    """Normalize a chat to text contents with placeholders; return it, its images and videos.
 
     All other non-null fields of a message are kept for the chat template. Tool-call arguments that
     are JSON strings become objects.
@@ -212,26 +225,26 @@ def parse_chat(
     Args:
         messages: Messages whose content is text, or a list of parts as in chat templates. Content
             is optional in an assistant message that has other fields, such as tool calls.
-        images: Images for the placeholders in texts, and for image parts without an image.
+        images: Images and videos for the placeholders in texts, and for parts without content.
         folder: Base folder for relative paths in parts.
 
     Raises:
         ValueError: The value is not a chat, or the number of images and placeholders differs.
     """
     chat: list[Any] = []
-    placeholders: list[Picture | None] = []  # None for an image from `images`
-    has_parts = False
+    parts: list[tuple[str, Picture | None]] = []
+    tags = {image.tag for image in images}
     # Join the parts of each message into a single text with placeholders.
     for message in messages if isinstance(messages, list) else [messages]:
         message = _normalize_message(message) if isinstance(message, dict) else {}
         content = message.get("content")
         if isinstance(content, list) and content:
-            parts = [_parse_part(part, folder) for part in content]
-            has_parts |= any(text == IMAGE_TAG for text, _ in parts)
-            message["content"] = "".join(text for text, _ in parts)
-            placeholders += [image for text, image in parts for _ in range(text.count(IMAGE_TAG))]
+            message_parts = [_parse_part(part, folder) for part in content]
+            tags |= {IMAGE_TAG, VIDEO_TAG} & {text for text, _ in message_parts}
+            message["content"] = "".join(text for text, _ in message_parts)
+            parts += message_parts
         elif isinstance(content, str):
-            placeholders += [None] * content.count(IMAGE_TAG)
+            parts.append((content, None))
         is_message = isinstance(message.get("role"), str)
         if not (is_message and isinstance(message.get("content"), str)):
             chat.clear()
@@ -239,20 +252,28 @@ def parse_chat(
         chat.append(message)
     if not chat:
         raise ValueError("'messages' must be a list of objects with text 'role' and 'content'.")
-    # Without images, `<image>` is plain text.
-    if not (images or has_parts):
-        return chat, ()
-    if not placeholders:
-        first = next((i for i, message in enumerate(chat) if message["role"] == "user"), 0)
-        chat[first]["content"] = IMAGE_TAG * len(images) + chat[first]["content"]
-        return chat, tuple(images)
-    if placeholders.count(None) != len(images):
-        raise ValueError(
-            f"'images' contains {len(images)} images, and the texts {placeholders.count(None)} "
-            f"placeholders {IMAGE_TAG}; expected the same number, or no placeholders."
-        )
-    others = iter(images)
-    return chat, tuple(image or next(others) for image in placeholders)
+    # Without images, `<image>` is plain text, and without videos, `<video>`.
+    placeholders: list[Picture | str] = [
+        image or part for text, image in parts for part in split_at_tags(text, tags) if part in tags
+    ]
+    written = {item if isinstance(item, str) else item.tag for item in placeholders}
+    first = [image for image in images if image.tag not in written]
+    index = next((i for i, message in enumerate(chat) if message["role"] == "user"), 0)
+    chat[index]["content"] = "".join(image.tag for image in first) + chat[index]["content"]
+    others = {}
+    for tag, name in ((IMAGE_TAG, "images"), (VIDEO_TAG, "videos")):
+        remaining = [image for image in images if image.tag == tag and tag in written]
+        if placeholders.count(tag) != len(remaining):
+            raise ValueError(
+                f"{name!r} contains {len(remaining)} {name}, and the texts "
+                f"{placeholders.count(tag)} placeholders {tag}; expected the same number, or no "
+                "placeholders."
+            )
+        others[tag] = iter(remaining)
+    return chat, (
+        *first,
+        *(next(others[item]) if isinstance(item, str) else item for item in placeholders),
+    )
 
 
 def _normalize_message(message: dict[str, Any]) -> dict[str, Any]:
@@ -305,38 +326,48 @@ def _parse_part(part: Any, folder: Path) -> tuple[str, Picture | None]:
     """Convert a content part to text or a placeholder; return it and its image, if any.
 
     Raises:
-        ValueError: The part is neither text nor an image.
+        ValueError: The part is neither text nor an image or a video.
     """
     fields = _drop_nulls(part if isinstance(part, dict) else {"text": part})
-    kind = fields.get("type", "text" if "text" in fields else "image")
+    default = "text" if "text" in fields else "video" if "video" in fields else "image"
+    kind = fields.get("type", default)
     text = fields.get("text")
-    names = ("text",) if kind == "text" else ("image", "image_url", "path", "url")
+    names = {
+        "text": ("text",),
+        "image": ("image", "image_url", "path", "url"),
+        "image_url": ("image", "image_url", "path", "url"),
+        "video": ("video", "frames", "fps", "path", "url"),
+    }.get(kind, ())
     others = [name for name in fields if name not in ("type", *names)]
     if kind == "text" and isinstance(text, str) and not others:
         return text, None
-    if kind not in ("image", "image_url") or others:
+    if kind == "text" or not names or others:
         raise ValueError(
             f"a message has a part of the type {kind!r}, with {_format_fields(fields)}; expected "
-            "'text' with a text, or 'image', and no other fields."
+            "'text' with a text, 'image' or 'video', and no other fields."
         )
-    value = next((fields[name] for name in names if fields.get(name)), None)
+    is_video = kind == "video"
+    content = {name: fields[name] for name in names if has_content(fields.get(name))}
     try:
-        return IMAGE_TAG, parse_picture(value, folder) if value else None
+        if not content:
+            return VIDEO_TAG if is_video else IMAGE_TAG, None
+        if is_video:
+            return VIDEO_TAG, parse_video(content, folder)
+        return IMAGE_TAG, parse_picture(next(iter(content.values())), folder)
     except ValueError as error:
-        raise ValueError(f"an image of a message: {error}.") from error
+        name = "a video" if is_video else "an image"
+        raise ValueError(f"{name} of a message: {error}.") from error
 
 
 def _parse_images(fields: dict[str, Any], folder: Path) -> tuple[Picture, ...]:
-    """Parse the `images` field, and reject videos."""
-    if fields.get("videos"):
-        raise ValueError(
-            "videos are not supported; drop the column with columns={'videos': ''}, or remove "
-            "the record."
-        )
-    try:
-        return parse_pictures(fields.get("images"), folder)
-    except ValueError as error:
-        raise ValueError(f"'images': {error}.") from error
+    """Parse the fields `images` and `videos`."""
+    pictures: list[Picture] = []
+    for name, parse in (("images", parse_pictures), ("videos", parse_videos)):
+        try:
+            pictures += parse(fields.get(name), folder)
+        except ValueError as error:
+            raise ValueError(f"{name!r}: {error}.") from error
+    return tuple(pictures)
 
 
 def _format_fields(fields: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from jaxrl.envs.base import CallRecord, Outcome, Task, Turn
-from jaxrl.envs.images import Picture, UnreadableImageError
+from jaxrl.envs.images import Picture, UnreadableImageError, Video
 from jaxrl.types import Group, Trajectory
 
 ARRAYS = {
@@ -117,21 +117,27 @@ def serialize_turn(turn: Turn) -> dict[str, Any]:
     return always | {name: value for name, value in rare.items() if value}
 
 
-def _serialize_picture(picture: Picture) -> dict[str, str]:
+def _serialize_picture(picture: Picture) -> dict[str, Any]:
     """Convert an image to its path and digest, or to base64 bytes if it has no file."""
+    if isinstance(picture, Video) and picture.frames:
+        return {"frames": list(map(_serialize_picture, picture.frames)), "fps": picture.fps}
+    kind = {"is_video": True} if isinstance(picture, Video) else {}
     if picture.path:
-        return {"path": picture.path, "digest": picture.digest}
-    return {"data": base64.b64encode(picture.data).decode("ascii")}
+        return {"path": picture.path, "digest": picture.digest, **kind}
+    return {"data": base64.b64encode(picture.data).decode("ascii"), **kind}
 
 
 def _deserialize_pictures(saved: Mapping[str, Any]) -> tuple[Picture, ...]:
     return tuple(map(_deserialize_picture, saved.get("images", ())))
 
 
-def _deserialize_picture(saved: Mapping[str, str]) -> Picture:
+def _deserialize_picture(saved: Mapping[str, Any]) -> Picture:
+    if "frames" in saved:
+        return Video(frames=tuple(map(_deserialize_picture, saved["frames"])), fps=saved["fps"])
+    file_type = Video if saved.get("is_video") else Picture
     if "data" in saved:
-        return Picture(data=base64.b64decode(saved["data"]))
-    picture = Picture(path=saved["path"])
+        return file_type(data=base64.b64decode(saved["data"]))
+    picture = file_type(path=saved["path"])
     try:
         problem = "" if picture.digest == saved["digest"] else "was changed"
     except OSError as error:

@@ -213,7 +213,7 @@ class Tasks(Sequence[Task]):
         ids, questions, num_bytes = array("Q"), array("Q"), 0
         for block in split_range(len(self._reader), _BLOCK_SIZE):
             for task in self._read(block):
-                num_bytes += sum(len(image.data) for image in task.images)
+                num_bytes += sum(len(f.data) for image in task.images for f in image.files)
                 if num_bytes > MAX_CACHED_IMAGE_BYTES:
                     self._cached_tasks = None
                 ids.append(_hash_text(task.id))
@@ -221,7 +221,8 @@ class Tasks(Sequence[Task]):
                     questions.extend(_hash_task(task))
                 except OSError as error:
                     raise ValueError(
-                        f"{self.key}.source: an image of task {task.id!r} cannot be read: {error}"
+                        f"{self.key}.source: an image or video of task {task.id!r} cannot be "
+                        f"read: {error}"
                     ) from error
                 if self._cached_tasks is not None:
                     self._cached_tasks.append(task)

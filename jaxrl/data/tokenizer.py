@@ -13,6 +13,7 @@ import tokenizers
 
 from jaxrl.data.chat_template import ChatTemplate, Piece, fix_clock, mark_token, reads_clock
 from jaxrl.envs.base import Message
+from jaxrl.envs.images import IMAGE_TAG, VIDEO_TAG, VideoTokens
 from jaxrl.utils.concurrency import format_error
 from jaxrl.utils.json_io import read_object
 from jaxrl.utils.quiet_transformers import quiet_transformers
@@ -224,8 +225,9 @@ class Tokenizer:
         Args:
             messages: Chat messages. The template also renders fields other than role and content.
             tools: JSON schemas of the tools that the template describes.
-            image_tokens: Number of tokens of each image, one per `<image>` placeholder. If empty,
-                placeholders are plain text.
+            image_tokens: Number of tokens of each image, one per `<image>` placeholder, and
+                `VideoTokens` of each video, one per `<video>` placeholder, in order. Without
+                images, or without videos, their placeholders are plain text.
             num_skipped: Number of leading messages to omit. None of them may be blank.
             has_default_system: True to keep the template's default system message.
 
@@ -234,7 +236,9 @@ class Tokenizer:
                 support tools or images.
         """
         pieces = self._get_template(tools).render(
-            messages, with_images=bool(image_tokens), has_default_system=has_default_system
+            messages,
+            tags=sorted({*map(_find_tag, image_tokens)}),
+            has_default_system=has_default_system,
         )
         if num_skipped:
             ends = [end for end, piece in enumerate(pieces, start=1) if piece.is_content][
@@ -252,10 +256,10 @@ class Tokenizer:
         return self._get_template(tools).render_turn(message)
 
     def render_image(self, num_tokens: int) -> tuple[list[int], str]:
-        """Return the ids and the text that represent an image of `num_tokens` tokens."""
-        return self._expand_image_tokens(
-            self.encode(self._template.image), [num_tokens]
-        ), self._template.image
+        """Return the ids and the text of an image or a video of `num_tokens` tokens."""
+        is_video = isinstance(num_tokens, VideoTokens)
+        text = self._template.video if is_video else self._template.image
+        return self._expand_image_tokens(self.encode(text), [num_tokens]), text
 
     def render_results(
         self,
@@ -274,7 +278,7 @@ class Tokenizer:
         """
         image_counts = image_tokens or [()] * len(results)
         first, *others = self._get_template(tools).render_tool_turn(
-            [len(counts) for counts in image_counts]
+            [[*map(_find_tag, counts)] for counts in image_counts]
         )
         end = self.decode(self.encode(first)[:1])
         if self.encode(first)[0] not in self.eos_ids:
@@ -290,18 +294,44 @@ class Tokenizer:
         return self._expand_image_tokens(ids, counts), "".join(piece.text for piece in pieces)
 
     def _expand_image_tokens(self, ids: list[int], image_tokens: Sequence[int]) -> list[int]:
-        """Expand each image placeholder to one placeholder per image token."""
-        num_written = ids.count(self.image_id) if self.image_id is not None else 0
-        if num_written != len(image_tokens):
+        """Expand each placeholder of an image or video to one placeholder per token."""
+        written = [id for id in ids if id in (self.image_id, self.video_id)]
+        expected = [
+            self.video_id if isinstance(count, VideoTokens) else self.image_id
+            for count in image_tokens
+        ]
+        if written != expected:
             raise ValueError(
-                f"the chat template writes {num_written} image tokens for {len(image_tokens)} "
-                "images; expected one per image, from the template of a model with image support "
-                "(image_token_id in its config.json)."
+                f"the chat template writes the image or video tokens {written} for "
+                f"{len(image_tokens)} images and videos; expected {expected}, from the template of "
+                "a model that supports them (image_token_id and video_token_id in its config.json)."
             )
-        if not num_written:
+        if not written:
             return ids
         counts = iter(image_tokens)
-        return [id for id in ids for _ in range(next(counts) if id == self.image_id else 1)]
+        return [
+            new_id
+            for id in ids
+            for new_id in (self._repeat_token(id, next(counts)) if id in expected else (id,))
+        ]
+
+    def _repeat_token(self, id: int, count: int) -> list[int]:
+        """Repeat a placeholder; write the time of each frame if `count` has times (Qwen3-VL)."""
+        times = count.times if isinstance(count, VideoTokens) else ()
+        if not times:
+            return [id] * count
+        # Each frame is between the same tokens as the complete video.
+        start, end = (self.encode(text) for text in self._template.video.split(self.decode([id])))
+        return [
+            new_id
+            for time in times
+            for new_id in (
+                *self.encode_plain(f"<{time:.1f} seconds>"),
+                *start,
+                *[id] * (count // len(times)),
+                *end,
+            )
+        ]
 
     def _make_template(
         self, tools: Sequence[Mapping[str, Any]], template: str | None = None
@@ -390,6 +420,10 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Decode `ids`, including special tokens. Invalid UTF-8 becomes U+FFFD."""
         return b"".join(self.vocab_bytes[id] for id in ids).decode("utf-8", errors="replace")
+
+
+def _find_tag(num_tokens: int) -> str:
+    return VIDEO_TAG if isinstance(num_tokens, VideoTokens) else IMAGE_TAG
 
 
 def _list_templates(hf_tokenizer: Any) -> list[str]:

@@ -110,10 +110,16 @@ def round_token_arrays(fields: dict[str, np.ndarray]) -> dict[str, list[float]]:
     }
 
 
-def _make_image_records(images: Iterable[Picture]) -> list[dict[str, str]]:
-    """Return the digest and file of each image. Images without a file are in the workdir."""
+def _make_image_records(images: Iterable[Picture]) -> list[dict[str, Any]]:
+    """Return the digest and file of each image or video, or the records of a video's frames.
+
+    Images without a file are in the workdir.
+    """
     return [
-        {"digest": image.digest, "file": image.path or f"images/{image.digest}"} for image in images
+        {"digest": image.digest, "frames": _make_image_records(image.files)}
+        if image.files != (image,)
+        else {"digest": image.digest, "file": image.path or f"images/{image.digest}"}
+        for image in images
     ]
 
 

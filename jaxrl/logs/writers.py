@@ -181,7 +181,7 @@ def write_samples(
 def write_images(workdir: Path, trajectories: Iterable[Trajectory]) -> None:
     """Write images that have no file to `images/<digest>`, unless already written."""
     for trajectory in trajectories:
-        for picture in trajectory.pictures:
+        for picture in [file for image in trajectory.pictures for file in image.files]:
             file = workdir / "images" / picture.digest
             if not picture.path and not file.exists():
                 with atomic_write(file) as temp_path:

@@ -29,7 +29,7 @@ from jaxrl.envs.base import (
     ToolResults,
     Turn,
 )
-from jaxrl.envs.images import IMAGE_TAG, Picture, UnreadableImageError
+from jaxrl.envs.images import Picture, UnreadableImageError, split_at_tags
 from jaxrl.models.aux_arrays import TokenArraySpec
 from jaxrl.sampling.contexts import ContextRule, TurnIds
 from jaxrl.sampling.interfaces import Processor, SamplingConfig
@@ -61,9 +61,9 @@ class TokenLimits:
             its tags.
         overlong_prompts: Handling of longer prompts: `refuse`, `drop` (the task stream skips
             the task) or `truncate_left` (the first tokens are removed).
-        max_image_tokens: Maximum number of image tokens in the prompt and observations; 0 for
-            `max_total_tokens`. A prompt that exceeds it is overlong; an observation that exceeds it
-            ends the trajectory.
+        max_image_tokens: Maximum number of image and video tokens in the prompt and observations;
+            0 for `max_total_tokens`. A prompt that exceeds it is overlong; an observation that
+            exceeds it ends the trajectory.
         context: Rule for episodes with several contexts, all of which count toward
             `max_total_tokens`; None for a single context.
     """
@@ -238,9 +238,9 @@ class BaseRollout:
         return prompt
 
     def _num_image_tokens(self, token_ids: Sequence[int]) -> int:
-        """Return the number of image tokens in `token_ids`."""
-        image_id = self._tokenizer.image_id
-        return 0 if image_id is None else token_ids.count(image_id)
+        """Return the number of image and video tokens in `token_ids`."""
+        ids = self._tokenizer.image_id, self._tokenizer.video_id
+        return sum(token_ids.count(id) for id in ids if id is not None)
 
     def _exceeds_image_limit(self, *parts: Sequence[int]) -> bool:
         """Return True if `parts` contain more image tokens than a trajectory may have."""
@@ -295,12 +295,14 @@ class BaseRollout:
         except BaseException as error:
             where = f"{type(env).__name__}.start of task {task.id!r}"
             raise StartError(f"{where}: {format_error(error)}") from error
-        marks = sum(message["content"].count(IMAGE_TAG) for message in messages)
-        if task.images and marks != len(task.images):
+        expected = [picture.tag for picture in task.images]
+        parts = [p for m in messages for p in split_at_tags(m["content"], {*expected})]
+        marks = [part for part in parts if part in expected]
+        if expected != marks:
             raise StartError(
-                f"task {task.id!r} has {len(task.images)} images, but its chat has {marks} marks "
-                f"{IMAGE_TAG}; expected one for each image. See config.prompt and "
-                f"{type(env).__name__}.start."
+                f"task {task.id!r} has {len(expected)} images, but its chat has {len(marks)} marks "
+                f"{' '.join(sorted({*expected}))}; expected {' '.join(expected)}. See "
+                f"config.prompt and {type(env).__name__}.start."
             )
         return messages
 

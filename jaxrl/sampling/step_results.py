@@ -92,10 +92,10 @@ def get_images(observation: Observation | ToolResults | None) -> list[Picture]:
 def without_images(
     observation: Observation | ToolResults | None,
 ) -> Observation | ToolResults | None:
-    """Replace each image of an observation with the text `[image]`."""
+    """Replace each image or video of an observation with the text `[image]` or `[video]`."""
 
     def append_marks(text: str, images: Sequence[Picture]) -> str:
-        return "\n".join([*([text] if text else []), *["[image]"] * len(images)])
+        return "\n".join([*([text] if text else []), *(f"[{i.tag[1:-1]}]" for i in images)])
 
     if isinstance(observation, ToolResults):
         pairs = zip(observation.bodies, observation.images_per_body, strict=True)

@@ -8,7 +8,7 @@ import io
 import PIL.Image
 
 from jaxrl.envs.image_decoding import load_upright, open_image, read_orientation, wrap_image_errors
-from jaxrl.envs.images import Picture
+from jaxrl.envs.images import Picture, UnreadableImageError, Video
 
 _FORMATS = ("PNG", "JPEG")
 _GRAY = (128, 128, 128)
@@ -24,6 +24,10 @@ def prepare_image(picture: Picture, *, is_blank: bool = False) -> Picture:
     Raises:
         UnreadableError: The file is damaged or not an image.
     """
+    if isinstance(picture, Video):
+        raise UnreadableImageError(
+            f"{picture.name} is a video; expected images, which endpoints accept."
+        )
     with wrap_image_errors(picture), open_image(picture) as image:
         if not is_blank and image.format in _FORMATS and read_orientation(image) in (None, 1):
             return Picture(data=picture.read())

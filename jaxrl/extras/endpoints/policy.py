@@ -21,10 +21,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from jaxrl.data.chat_template import split_at_images
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import Env, OutageError, Outcome, StepResult, ToolError, ToolResults, Turn
-from jaxrl.envs.images import Picture, TextWithImages, UnreadableImageError, attached_images
+from jaxrl.envs.images import (
+    IMAGE_TAG,
+    Picture,
+    TextWithImages,
+    UnreadableImageError,
+    attached_images,
+    split_at_tags,
+)
 from jaxrl.envs.search.resilient import ResilientSearch
 from jaxrl.extras.endpoints.completions import EndpointTool, get_first_choice, wrap_endpoint
 from jaxrl.extras.endpoints.images import make_data_url, prepare_image
@@ -359,8 +365,9 @@ class ChatRollout(BaseRollout):
         prompt: list[Mapping[str, Any]] = []
         for message in opening:
             content: Content = message["content"]
-            if images and None in (parts := split_at_images(message["content"])):
-                content = [images.pop(0) if part is None else part for part in parts]
+            parts = split_at_tags(message["content"], [IMAGE_TAG] if images else ())
+            if IMAGE_TAG in parts:
+                content = [images.pop(0) if part == IMAGE_TAG else part for part in parts]
             prompt.append({**message, "content": content})
         return prompt
 
