@@ -1,6 +1,7 @@
 """The engine with images in prompts and observations, compared with the full pass."""
 
 import dataclasses
+import math
 from functools import cache, partial
 
 import jax
@@ -18,7 +19,7 @@ from tests.vision import golden, logits_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-IMAGE, NUM_TOKENS = 90, 96
+IMAGE, VIDEO, NUM_TOKENS = 90, 91, 96
 KEY = np.zeros(2, np.uint32)
 TURN = 5  # tokens sampled before an observation
 
@@ -81,9 +82,11 @@ def assert_logprobs_agree(samples, scored):
 
 
 def random_image(config, grid, seed):
-    size = (grid[1] * grid[2], config.tower.patch_values)
+    """Return an image, or a video with frames 0.7 seconds apart."""
+    size = (math.prod(grid), config.tower.patch_values)
     patches = np.random.default_rng(seed).standard_normal(size).astype(np.float32)
-    return Image(patches=patches, grid=grid)
+    times = tuple(0.7 * i for i in range(grid[0])) if grid[0] > 1 else ()
+    return Image(patches=patches, grid=grid, times=times)
 
 
 @pytest.mark.parametrize(
@@ -103,8 +106,11 @@ def test_images_are_read_as_in_the_full_pass(name):
         for ids, key, attached in zip(prompts, keys, attachments, strict=True)
     ]
     with_image = ([40, 92, *[IMAGE] * 6, 93, 41], (random_image(config, (1, 6, 4), 0),))
+    between = [44] if config.tower.has_split_videos else []
+    frames = [*[VIDEO] * 4, *between, *[VIDEO] * 4]
+    with_video = ([40, 92, *frames, 93, 41], (random_image(config, (2, 4, 4), 2),))
     words = ([42, 43], ())
-    observations = [with_image, words, with_image, words, with_image]
+    observations = [with_image, words, with_video, words, with_image]
     engine = shared_engine(name)
     before = dataclasses.replace(engine.counts)
     samples = play(engine, params, requests, observations)
@@ -126,12 +132,16 @@ def test_images_are_read_as_in_the_full_pass(name):
 
 @pytest.mark.minutes
 def test_a_prompt_read_in_pieces_has_the_logprobs_of_the_full_pass(monkeypatch):
-    """The cuts lie within images, which Qwen3-VL adds to the states of several layers."""
+    """The cuts lie within images, which Qwen3-VL adds to the states of several layers.
+
+    The last is the second frame of a video, separated from the first by text.
+    """
     config, params, _, _ = golden("qwen3_vl")
-    images = [random_image(config, grid, 1) for grid in ((1, 12, 8), (1, 4, 6), (1, 8, 10))]
+    images = [random_image(config, grid, 1) for grid in ((1, 12, 8), (1, 4, 6), (2, 4, 10))]
     prompt = np.random.default_rng(1).integers(1, IMAGE, 216)
-    for start, num_units in ((50, 24), (120, 6), (180, 20)):  # two lie across 64 and 192
-        prompt[start : start + num_units] = IMAGE
+    for start, num_units, id in ((50, 24, IMAGE), (120, 6, IMAGE), (165, 10, VIDEO)):
+        prompt[start : start + num_units] = id
+    prompt[185:195] = VIDEO
     monkeypatch.setattr("jaxrl.sampling.engine.prefill_sizes", lambda *_: [64])
     engine = build_engine(
         "qwen3_vl", num_rows=1, num_pages=16, max_prompt_tokens=224, max_total_tokens=240,

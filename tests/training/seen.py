@@ -11,7 +11,7 @@ from jaxrl.training.packing import pack
 from tests.helpers import Sequence
 from tests.vision import golden, logits_of
 
-IMAGE, NUM_TOKENS = 90, 96
+IMAGE, VIDEO, NUM_TOKENS = 90, 91, 96
 
 
 def draw(seed, h, w):
@@ -32,7 +32,7 @@ def sequence(seed, parts, prompt_parts):
         rng = np.random.default_rng([0 if index < prompt_parts else seed, index])
         if isinstance(part, Image):
             images.append(part)
-            ids += [92, *[IMAGE] * (part.num_patches // 4), 93]
+            ids += [92, *[VIDEO if part.times else IMAGE] * (part.num_patches // 4), 93]
             mask += [False] * (2 + part.num_patches // 4)
         else:
             ids += rng.integers(4, 80, part).tolist()

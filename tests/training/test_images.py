@@ -9,6 +9,7 @@ import pytest
 
 from jaxrl.builders.method import build_optimizer_settings, find_frozen_entries
 from jaxrl.config import default_config
+from jaxrl.extras.vision.processor import Image
 from jaxrl.models.attachments import POSITIONS, UNITS
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.policy import Model
@@ -17,7 +18,15 @@ from jaxrl.training.packing import BatchShape, assign_rows, make_items
 from jaxrl.training.update import GradientStep, UpdateStep, init_state, put_batch
 from tests.helpers import relative_distance, resolved
 from tests.toys import one_device_mesh
-from tests.training.seen import ADVANTAGES, NUM_TOKENS, naive, packed_in, sequences, weighted
+from tests.training.seen import (
+    ADVANTAGES,
+    NUM_TOKENS,
+    naive,
+    packed_in,
+    sequence,
+    sequences,
+    weighted,
+)
 from tests.vision import golden
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -151,6 +160,30 @@ def test_rows_have_room_for_the_images_of_their_sequences():
     alone = make_items(sequences(), SHAPES["apart"])
     assert all(sum(alone[i].units for i in row) <= 18 for row in assign_rows(alone, 500, 18))
     assert sorted(map(len, assign_rows(alone, 500, 34))) == [2, 3]
+
+
+def test_a_video_of_a_shared_prompt_is_packed_like_an_image():
+    """Two sequences of 4 + [8] + 2 tokens of a prompt, then 3 or 5; the video is between marks."""
+    tower = golden()[0].tower
+    patches = np.random.default_rng(0).standard_normal((32, 24)).astype(np.float32)
+    video = Image(patches=patches, grid=(2, 4, 4), times=(0.0, 1.5))
+    selected = [sequence(seed, [4, video, 2, 2 * seed + 1], 3) for seed in (1, 2)]
+    shape = shape_of(1, 1, 48, shares_prompts=True, max_tokens=24)
+    assert [(i.units, i.shared_units) for i in make_items(selected, shape)] == [(8, 8)] * 2
+    packed = packed_in(shape, selected, ADVANTAGES[:2])
+    arrays = {name: array[0, 0] for name, array in packed.batch.token_arrays.items()}
+    [units] = tower.collate([video]).units
+    assert arrays[UNITS][5:13].tolist() == units.tolist()
+    assert (np.delete(arrays[UNITS], np.arange(5, 13)) == -1).all()
+    assert arrays[POSITIONS][5:13].T.tolist() == [
+        [5] * 4 + [11] * 4,  # 4 positions per second
+        [5, 5, 6, 6] * 2,
+        [5, 6, 5, 6] * 2,
+    ]
+    positions = tower.compute_positions(selected[0].token_ids, [video])
+    np.testing.assert_array_equal(arrays[POSITIONS][: len(positions)], positions)
+    _, coords = packed.attachments.make_shard_inputs(0, 0, np.float32)
+    assert np.bincount(coords[:, 0])[1:].tolist() == [16, 16]  # each frame attends to itself
 
 
 def test_too_many_images_are_refused():

@@ -229,7 +229,7 @@ def load_video_rules(
             fields = found.get("video_processor", fields) if file.name == FILES[0] else found
     config = Path(folder) / "config.json"
     model_type = read_object(config).get("model_type") if config.is_file() else ""
-    rules_type = Qwen3VideoRules if str(model_type).startswith("qwen3_vl") else VideoRules
+    rules_type = Qwen3VideoRules if str(model_type).startswith("qwen3") else VideoRules
     size = fields.get("size") or {}
     low, high = rules_type.default_limits
     return rules_type(
