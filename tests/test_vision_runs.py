@@ -29,7 +29,16 @@ from jaxrl.models.hf_weights import load_hf, save_hf
 from jaxrl.models.registry import resolve_architecture
 from jaxrl.run import run
 from tests.helpers import ROOT, build, settings_of, tiny_params, with_devices
-from tests.images import PAD, SPECIAL, TEMPLATE, drawn, encoded, looking_tokenizer, save_processor
+from tests.images import (
+    PAD,
+    SPECIAL,
+    VIDEO_PAD,
+    VIDEO_TEMPLATE,
+    drawn,
+    encoded,
+    save_processor,
+    video_tokenizer,
+)
 from tests.runs import assert_same_weights, evaluation, killed, lasting
 from tests.servers import served
 
@@ -39,20 +48,20 @@ pytestmark = [pytest.mark.minutes, pytest.mark.usefixtures("quick_compilation", 
 def tokenizer_files(folder):
     """Write the toy tokenizer as in a checkpoint."""
     hf = PreTrainedTokenizerFast(
-        tokenizer_object=looking_tokenizer()._tokenizer,
+        tokenizer_object=video_tokenizer()._tokenizer,
         eos_token="<|im_end|>",
-        additional_special_tokens=list(SPECIAL),
-        chat_template=TEMPLATE,
+        additional_special_tokens=[*SPECIAL, VIDEO_PAD],
+        chat_template=VIDEO_TEMPLATE,
     )
     hf.save_pretrained(folder)
 
 
 def tower():
     """Return the sizes of a small vision tower."""
-    [pad] = looking_tokenizer().encode(PAD)
+    pad, video_pad = video_tokenizer().encode(PAD + VIDEO_PAD)
     return dict(
         width=16, mlp_width=24, num_layers=2, num_heads=2, out_width=32, channels=3, patch=4,
-        temporal_patch=2, merge=2, rope_theta=1e4, token_id=pad, video_id=319,
+        temporal_patch=2, merge=2, rope_theta=1e4, token_id=pad, video_id=video_pad,
     )  # fmt: skip
 
 
@@ -93,10 +102,18 @@ def world(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def qwen3_world(tmp_path_factory):
-    """Return the same with a Qwen3-VL, both of whose layers see images."""
+    """Return the same with a Qwen3-VL, both of whose layers see images, and a video."""
     vision = Qwen3Vision(**tower(), side=3, deepstack_layers=(0, 1))
     config = Qwen3VLConfig(**DECODER, qkv_bias=False, qk_norm=True, tower=vision)
-    return make_world(tmp_path_factory.mktemp("looking_deeper"), config)
+    folder = make_world(tmp_path_factory.mktemp("looking_deeper"), config)
+    # Three frames, of which the last fills up the second patch.
+    for name in ("tasks.jsonl", "demonstrations.jsonl"):
+        text = (folder / name).read_text()
+        text = text.replace('"images": ["3.png"]', '"videos": [["1.png", "2.png", "3.png"]]')
+        *rows, last = text.splitlines()
+        last = last.replace("<image>", "<video>")
+        (folder / name).write_text("\n".join([*rows, last]) + "\n")
+    return folder
 
 
 def make_world(folder, config):

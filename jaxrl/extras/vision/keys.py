@@ -8,16 +8,13 @@ KEYS = {
         "`preprocessor_config.json`.", at_least=0),
     "images.max_pixels": Key(0, "Maximum pixels per image; larger images are reduced. 0: as in "
         "`preprocessor_config.json`.", at_least=0),
-    "images.fps": Key(0.0, "Frames sampled per second of a video. 0: as in the model's files, "
-        "or 2.", at_least=0),
-    "images.min_frames": Key(0, "Minimum sampled frames. 0: as in the model's files, or 4.",
-        at_least=0),
-    "images.max_frames": Key(0, "Maximum sampled frames. 0: as in the model's files, or 768.",
-        at_least=0),
-    "images.min_video_pixels": Key(0, "Minimum pixels per frame, or in Qwen3-VL per video. 0: as "
-        "in the model's files.", at_least=0),
-    "images.max_video_pixels": Key(0, "Maximum pixels per frame, or in Qwen3-VL per video. 0: as "
-        "in the model's files.", at_least=0),
+    "images.fps": Key(0.0, "Frames per second sampled from a video. 0: the model's.", at_least=0),
+    "images.min_frames": Key(0, "Minimum sampled frames. 0: the model's.", at_least=0),
+    "images.max_frames": Key(0, "Maximum sampled frames. 0: the model's.", at_least=0),
+    "images.min_video_pixels": Key(0, "Minimum pixels per frame (Qwen3-VL: per video). 0: the "
+        "model's.", at_least=0),
+    "images.max_video_pixels": Key(0, "Maximum pixels per frame (Qwen3-VL: per video). 0: the "
+        "model's.", at_least=0),
     "images.cache_mib": Key(256.0, "MiB of preprocessed images kept in memory; the least "
         "recently used are evicted.", at_least=0, restart=FREE),
 }
