@@ -36,7 +36,7 @@ def video_ids(name):
     """Return the ids of a text with a video of `GRID`."""
     t, h, w = GRID
     frame = [VIDEO] * (h * w // 4)
-    if name == "qwen2_5_vl":
+    if name.startswith("qwen2"):
         return [1, 2, START, *frame * t, END, 3, 4, 5]
     frames = [id for i in range(t) for id in (6, 7 + i, START, *frame, END)]
     return [1, 2, START, *frames, END, 3, 4, 5]
@@ -76,5 +76,5 @@ if __name__ == "__main__":
         result["interval"] = result["interval"] or 0.0
         arrays |= {f"{index}/{name}": value for name, value in result.items()}
     np.savez_compressed(FOLDER / "videos.npz", **arrays)
-    for name in ("qwen2_5_vl", "qwen3_vl"):
+    for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5_vl"):
         make_model(name)

@@ -243,7 +243,7 @@ def test_config_of_qwen2_vl_as_published():
         },
     }  # fmt: skip
     model = Qwen2VLConfig.from_dict(fields)
-    assert (model.tower.token_id, model.video_id) == (151655, 151656)
+    assert (model.tower.token_id, model.tower.video_id) == (151655, 151656)
     sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(model.abstract_params())]
     assert sum(sizes) == 2_208_985_600
 
