@@ -24,7 +24,7 @@ CAPACITY_DIVISORS = (64, 32, 16, 8, 4, 2, 1)
 MICRO_BATCH_TOKENS = 64
 """Cost of a micro-batch beside its tokens, such as adding its gradients, in tokens per device."""
 
-SIZE_SAVING = 1.0
+SIZE_SAVING = 16.0
 """Saving that justifies the compilation for a new size of micro-batches, in mini-batches."""
 
 MAX_SIZES = 16
