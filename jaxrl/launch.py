@@ -464,7 +464,7 @@ _SETTING = re.compile(r"--?(no)?config\.")
 
 
 def parse_flags(argv: Sequence[str]) -> list[str]:
-    """Parse the flags. Return all other arguments, ending with `--config.key=value` settings."""
+    """Parse the flags. Return the other arguments, with `--config.key=value` settings last."""
     # Log to the current sys.stderr, which redacts secrets and prints above the live display.
     flags.FLAGS.set_default("logtostderr", True)
     settings = [argument for argument in argv if _SETTING.match(argument)]

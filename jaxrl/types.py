@@ -218,7 +218,7 @@ class Trajectory:
 
     @property
     def num_sampled(self) -> int:
-        """Number of tokens in `loss_mask`: sampled, or added by `with_loss_mask`."""
+        """Number of True entries in `loss_mask`, including those that `with_loss_mask` set."""
         return int(self.loss_mask.sum())
 
     @property

@@ -180,7 +180,7 @@ class ResolvedConfig:
     def correctness_part(self) -> str:
         """Name of the environment's reward part that decides correctness.
 
-        If `reward.correct` names a part of `reward_parts`, `RewardCombiner` overrides it.
+        If `reward.correct` names one of `reward_parts`, `RewardCombiner` decides correctness.
         """
         parts, correct = self.environment_parts, self.config.reward.correct
         if correct in parts:

@@ -128,7 +128,7 @@ def is_finite(value: Any) -> bool:
 
 
 def _is_json(value: Any, *, is_flat: bool) -> bool:
-    """Return True if JSON can represent the value. Lists and mappings may be nested."""
+    """Return True if JSON can represent the value. If `is_flat`, only scalars pass."""
     if isinstance(value, dict) and not is_flat:
         return all(isinstance(k, str) and _is_json(v, is_flat=False) for k, v in value.items())
     if isinstance(value, list | tuple) and not is_flat:

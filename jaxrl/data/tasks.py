@@ -188,7 +188,9 @@ def open_reader(source: TaskSource) -> Reader:
 
 
 class Tasks(Sequence[Task]):
-    """Tasks of one source, all checked when opened. A large source is parsed on access.
+    """Tasks of one source, all checked when it is opened.
+
+    Tasks of a large source are not kept in memory; each access parses them again.
 
     Attributes:
         key: Config key of the source's section, with the prefix `config.`.

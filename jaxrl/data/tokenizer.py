@@ -256,7 +256,7 @@ class Tokenizer:
         return self._get_template(tools).render_turn(message)
 
     def render_image(self, num_tokens: int) -> tuple[list[int], str]:
-        """Return the ids and the text of an image or a video of `num_tokens` tokens."""
+        """Return the placeholder ids and text of an image or video with `num_tokens` tokens."""
         is_video = isinstance(num_tokens, VideoTokens)
         text = self._template.video if is_video else self._template.image
         return self._expand_image_tokens(self.encode(text), [num_tokens]), text

@@ -268,9 +268,10 @@ class Env(Protocol):
         """
 
     def score(self, group: Sequence[Episode]) -> list[Reward]:
-        """Return the rewards of one task's finished episodes, except environment errors.
+        """Return one reward per finished episode of a task; environment errors are left out.
 
-        If this method raises, each episode is retried alone.
+        If this method raises, it is called again for each episode alone.
+
         """
 
 

@@ -257,7 +257,7 @@ class Architecture(ABC):
         return {}
 
     def hf_fused_tensors(self) -> dict[str, FusedTensor]:
-        """Return the HF tensors that replace several tensors of `hf_names` in some folders."""
+        """Return the fused HF tensors that replace several of `hf_names` in some checkpoints."""
         return {}
 
     @abstractmethod

@@ -641,7 +641,7 @@ def write_json(file: Path, content: dict[str, Any]) -> None:
 
 
 def copy_side_files(source: Path, folder: Path) -> None:
-    """Copy the files that match `SIDE_FILES` unchanged."""
+    """Copy the files other than weights that match `SIDE_FILES`."""
     for pattern in SIDE_FILES:
         for file in sorted(source.glob(pattern)):
             if file.is_file():

@@ -31,7 +31,7 @@ def load_trained_params(
     seed: int,
     is_lazy: bool = False,
 ) -> Params:
-    """Load the initial trained parameters onto the mesh.
+    """Load the initial values of the trainable parameters onto the mesh.
 
     New adapters are initialized from `seed`. See `load_hf` for the other arguments. The folder must
     already be validated.

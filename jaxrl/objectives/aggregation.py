@@ -59,7 +59,7 @@ def seq_mean_token_mean(token_counts: Int[Array, " N"]) -> Float[Array, " N"]:
 
 
 def seq_mean_token_sum(token_counts: Int[Array, " N"]) -> ScalarLike:
-    """Return the weight that sums over tokens and averages over trajectories that have tokens."""
+    """Return weights that sum over tokens, then average over trajectories that have tokens."""
     return 1.0 / _num_trajectories(token_counts)
 
 

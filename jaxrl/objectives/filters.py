@@ -75,7 +75,7 @@ def keep_in_range(
 def needs_resampling(
     scores: Float[Array, " N"], is_abstention: Bool[Array, " N"], group_ids: Int[Array, " N"]
 ) -> Bool[np.ndarray, " N"]:
-    """Return a mask of groups to resample: they have neither a positive score nor an abstention.
+    """Return a mask of the trajectories whose group has neither a correct answer nor an abstention.
 
     BAPO (https://arxiv.org/abs/2601.11037): if the complete group is sampled again, it may contain
     a correct answer or an abstention.

@@ -87,7 +87,7 @@ def compile_all(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True for an error of a program or compilation that exceeded a device's memory."""
+    """Return True if a device ran out of memory, in a program or while compiling one."""
     return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
 

@@ -263,7 +263,10 @@ def split_into_pieces(mesh: Mesh, x: jax.Array) -> jax.Array:
 
 
 def merge_pieces(mesh: Mesh, x: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """Invert `split_into_pieces` for one value per token, in any layout; return rows `[b, T]`."""
+    """Invert `split_into_pieces` for one value per token; return rows `[b, T]`.
+
+    `x` may have any sharding.
+    """
     count, shards = mesh.shape[CONTEXT_AXIS], num_batch_shards(mesh)
     if count == 1:
         return x.reshape(shape)

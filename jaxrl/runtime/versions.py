@@ -28,7 +28,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers"
 def write_environment(
     path: Path, step: int, components: Components, log: Callable[[str], None] = print
 ) -> None:
-    """Append this launch of a run, after global step `step`, to its `environment.json`.
+    """Append a record of this launch, which starts after global step `step`, to `environment.json`.
 
     An unreadable file is renamed and replaced.
     """

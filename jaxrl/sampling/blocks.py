@@ -30,7 +30,7 @@ class PagePool:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate the `count` lowest free pages with reference count 1; there must be enough."""
+        """Allocate the `count` lowest free pages, and set their reference counts to 1."""
         pages = [heapq.heappop(self._free) for _ in range(count)]
         for page in pages:
             self._ref_counts[page] = 1

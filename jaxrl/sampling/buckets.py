@@ -36,7 +36,7 @@ def prefill_sizes(platform: str, max_total_tokens: int) -> list[int]:
 
 
 def patch_sizes(max_units: int, unit: int) -> list[int]:
-    """Return the patch counts to which the attachments of a shard are padded, in ascending order.
+    """Return the sizes in patches to which the attachments of a shard are padded, ascending.
 
     Args:
         max_units: Maximum number of attachment tokens in a trajectory.

@@ -138,7 +138,10 @@ def _sample_index(
 
 
 def _select_per_row(values: Float[Array, "B n"], index: Int[Array, " B"]) -> Float[Array, " B"]:
-    """Select one value per row. Unlike indexing by row number, this stays on the row's device."""
+    """Select one value per row.
+
+    Avoids `values[jnp.arange(B), index]`, which would move data between devices.
+    """
     return jnp.take_along_axis(values, index[:, None], axis=1)[:, 0]
 
 

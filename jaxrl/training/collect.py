@@ -42,7 +42,7 @@ DivergenceFn = Callable[[Sequence[Group]], list[Group]]
 
 
 class NotEnoughGroupsError(ValueError):
-    """Error raised if `filter.max_batches` batches have too few groups or all tasks are skipped."""
+    """Raised if `filter.max_batches` batches yield too few groups, or if every task is skipped."""
 
 
 FATAL_ERRORS = (
@@ -325,7 +325,8 @@ def _filter_groups(
 ) -> list[Group]:
     """Return the groups that pass the filter.
 
-    With turn-level advantages, a group passes if the returns of any turn pass.
+    With turn-level advantages, the filter compares the returns of each turn, and a group passes if
+    any turn does.
 
     Args:
         groups: Groups with shaped rewards, and divergences if the filter uses the KL penalty.

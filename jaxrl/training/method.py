@@ -83,7 +83,7 @@ class FilterSettings:
 
     @property
     def uses_kl_penalty(self) -> bool:
-        """Return True if the filter compares rewards from which the KL penalty is subtracted."""
+        """Return True if the filter compares rewards after subtracting the KL penalty."""
         has_metric = self.group_filter is not None and "metric" in self.group_filter.arguments
         return has_metric and self.key == "seq_final_reward"
 

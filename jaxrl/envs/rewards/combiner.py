@@ -98,7 +98,7 @@ class AnswerPart(ABC):
 
 
 def to_number(name: str, value: Any) -> float:
-    """Convert the value of a part, a finite number or scalar array, to a float.
+    """Convert the value of a part to a float. It may be a finite number or a scalar array.
 
     Raises:
         ValueError: The value is not a finite number.

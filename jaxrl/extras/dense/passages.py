@@ -44,7 +44,7 @@ _NUM_STDDEVS = 6.0
 
 
 def compute_block_layout(num_passages: int, num_devices: int, platform: str) -> tuple[int, int]:
-    """Return the smallest number of blocks per device, and the number of passages per block.
+    """Return the number of blocks per device, as few as possible, and the passages per block.
 
     All blocks have the same size, a multiple of `GROUP_SIZE`.
     """

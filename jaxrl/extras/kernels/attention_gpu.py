@@ -155,7 +155,7 @@ def _dot(a: jax.Array, b: jax.Array, contracted: tuple[int, int]) -> jax.Array:
 
 
 def _make_positions(index: jax.Array, size: int) -> jax.Array:
-    """Return the positions of block `index` of `size` tokens."""
+    """Return the token positions in block `index`, for blocks of `size` tokens."""
     return index * size + jnp.arange(size)
 
 

@@ -81,7 +81,7 @@ class ServedEngine(Engine):
         return not self.num_states or (row.in_flight == 0 and row.length + 1 == num_tokens)
 
     def _discard_in_flight_samples(self, request: int) -> None:
-        """Ignore samples for a request from chunks that are in flight."""
+        """Ignore the samples that chunks in flight will return for a request."""
         for chunk in self._in_flight:
             chunk.rows[:] = [item for item in chunk.rows if item[0] != request]
         self._rows[request].in_flight = 0

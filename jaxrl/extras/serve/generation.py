@@ -157,7 +157,7 @@ class Choice:
 
 
 class Completion:
-    """Samples of a request, shared by all clients that send the request."""
+    """Samples of a request, shared by all clients that send the same request."""
 
     def __init__(
         self,

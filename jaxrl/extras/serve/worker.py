@@ -238,7 +238,7 @@ class Worker:
         Args:
             is_active_session: Predicate on session names; jobs of other sessions stay on hold.
             version: Weights version to report in chunks.
-            deadline_s: Minimum time left for jobs that were on hold, in seconds.
+            deadline_s: Minimum number of seconds until the deadline of a resumed job.
         """
         with self._condition:
             self._is_active_session = is_active_session

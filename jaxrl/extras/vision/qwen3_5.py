@@ -38,7 +38,7 @@ class Qwen35VLConfig(Qwen3VLConfig):
 
     @classmethod
     def _get_text_fields(cls, fields: dict[str, Any], source: str) -> dict[str, Any]:
-        """Return the fields of the complete file, which the text class reads."""
+        """Return all fields of `config.json`; the text class selects its section."""
         return {**fields, "tie_word_embeddings": bool(fields.get("tie_word_embeddings"))}
 
     def hf_copied_prefixes(self) -> tuple[str, ...]:

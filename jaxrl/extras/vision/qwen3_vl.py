@@ -243,7 +243,7 @@ class Qwen3Vision(VisionTower):
     def _interpolate_positions(
         self, table: Float[Array, "G D"], patch_coords: Int[Array, "M 2"], sizes: Int[Array, "M 2"]
     ) -> Float[Array, "M D"]:
-        """Interpolate the learned positions bilinearly to each image, with aligned corners."""
+        """Resize the grid of position embeddings bilinearly to each image, with aligned corners."""
         grid_coords = patch_coords.astype(jnp.float32) * (self.side - 1) / jnp.maximum(sizes - 1, 1)
         low = jnp.floor(grid_coords).astype(jnp.int32)
         fraction = grid_coords - low

@@ -471,7 +471,7 @@ def merge(
 
 
 def _init_softmax(shape: tuple[int, ...]) -> PartialSoftmax:
-    """Return the partial softmax over no keys, for queries of shape `[..., H]`."""
+    """Return the initial state of an online softmax, for queries of shape `[..., H]`."""
     zeros = jnp.zeros(shape[:-1], jnp.float32)
     return jnp.zeros(shape, jnp.float32), zeros + EMPTY_LSE, zeros
 

@@ -83,7 +83,7 @@ class AgentSession:
 
     Attributes:
         name: Secret name of the session, used in its URL and as its API key.
-        reward_key: Secret required to post a reward; no completion reveals it.
+        reward_key: Secret required to post a reward. It is never sent to the agent.
         reward: Reward of the episode; None until it is set.
         conflict: Description of two conflicting rewards; "" if there is no conflict.
         warning: Description of a rejected reward, for the run's log; "" if none was rejected.
@@ -219,7 +219,7 @@ class AgentSession:
     def list_turns(self) -> list[SampledTurn]:
         """Return the completions that the agent received, in order of completion.
 
-        An undelivered completion is included if a later prompt starts with it.
+        A completion whose delivery failed is included if a later prompt contains it.
         """
         with self._lock:
             return self._list_delivered_turns()
