@@ -1,4 +1,4 @@
-"""Hybrids with experts on meshes of virtual devices."""
+"""A hybrid with experts on a mesh of virtual devices."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ from tests.helpers import ROOT, with_devices
 
 
 @pytest.mark.minutes
-def test_meshes_compute_what_one_device_does():
+def test_a_mesh_computes_what_one_device_does():
     environment = {
         "JAX_PLATFORMS": "cpu",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # half the compile time
