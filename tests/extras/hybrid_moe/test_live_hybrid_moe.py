@@ -38,7 +38,9 @@ def test_exported_qwen3_next_models_agree_with_transformers(tmp_path, seed):
     rng = np.random.default_rng(100 + seed)
     sizes = random_sizes(rng)
     num_layers = sizes["num_layers"]
-    sizes |= random_experts(rng, num_layers) | {"renormalize": bool(rng.integers(2))}
+    sizes |= random_experts(rng, num_layers)
+    # The renormalized weight of a single expert is 1, so the router's gradient is only rounding.
+    sizes["renormalize"] = bool(rng.integers(2)) and sizes["top_k"] > 1
     num_experts = int(rng.integers(1, num_layers + 1))
     layers = sorted(rng.permutation(num_layers)[:num_experts].tolist())
     config = Qwen3NextConfig(**sizes | {"expert_layers": tuple(layers)})
