@@ -154,7 +154,7 @@ def reference_class(family):
 def random_params(config, seed):
     """Weights at which every parameter matters; those of a hybrid are like published ones."""
     params = random_weights(config, seed)
-    if config.recurrent_entry:
+    if config.recurrent_module:
         hybrid = models.random_params(config, seed)
         params = {name: hybrid[name] if name != "vision" else params[name] for name in params}
     return params
