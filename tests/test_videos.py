@@ -95,6 +95,8 @@ class TestRecords:
             (["a", "b"], "'videos' contains 2 videos, and the texts 1 placeholders <video>"),
             ([5], "'videos': video number 1: it is a int; expected a path or bytes"),
             ([{"frames": ["a"], "fps": "fast"}], "its fps is 'fast'; expected frames per second"),
+            ([{"frames": ["a"], "fps": 5e-324}], "its fps is 5e-324; expected frames per second"),
+            ([{"frames": ["a"], "fps": 10**400}], "; expected frames per second"),
             ([["a", 5]], "video number 1: image number 2: it is a int"),
         ],
     )

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import PIL.Image
 from PIL.Image import Transpose
 
-from jaxrl.envs.images import Picture, UnreadableImageError
+from jaxrl.envs.images import VIDEO_TAG, Picture, UnreadableImageError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Supported formats. By default, Pillow tries every format and starts Ghostscript for EPS."""
@@ -61,7 +61,8 @@ def wrap_image_errors(picture: Picture) -> Iterator[None]:
         why = " ".join(str(error).split())
         if isinstance(error, PIL.UnidentifiedImageError):  # its text may show a memory address
             why = f"its format is none of {', '.join(FORMATS)}"
-        raise UnreadableImageError(f"{picture.name} cannot be read as an image: {why}") from error
+        kind = "a video" if picture.tag == VIDEO_TAG else "an image"
+        raise UnreadableImageError(f"{picture.name} cannot be read as {kind}: {why}") from error
 
 
 def read_orientation(image: PIL.Image.Image) -> int | None:

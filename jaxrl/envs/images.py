@@ -6,7 +6,6 @@ import base64
 import binascii
 import hashlib
 import io
-import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -210,7 +209,8 @@ def parse_video(value: Any, folder: Path) -> Video:
         frames = fields.get("frames", fields.get("video"))
         if _is_list(frames):
             value, fps = frames, fields.get("fps", 0.0)
-            if type(fps) not in (int, float) or not math.isfinite(fps) or fps < 0:
+            is_valid = type(fps) in (int, float) and (fps == 0 or 1e-6 <= fps <= 1e6)
+            if not is_valid:  # times in seconds must be finite
                 raise ValueError(f"its fps is {fps!r}; expected frames per second, such as 25")
     if not _is_list(value):
         file = parse_picture(value, folder)

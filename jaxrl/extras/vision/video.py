@@ -326,8 +326,10 @@ def _open_file(video: Video) -> Iterator[tuple[Any, Any]]:
         raise
     except Exception as error:
         reason = " ".join(str(error).split())
-        if isinstance(error, IndexError | StopIteration | av.error.InvalidDataError):
-            reason = f"it has no frames in one of the formats {', '.join(FORMATS)}"
+        if isinstance(error, IndexError | StopIteration | av.error.FFmpegError):
+            reason = (
+                f"it is damaged or in none of the formats {', '.join(FORMATS)}; encode it again"
+            )
         raise UnreadableImageError(f"{video.name} cannot be read as a video: {reason}.") from error
 
 
