@@ -19,7 +19,13 @@ from jaxrl.logs.records import (
 )
 from jaxrl.training.interfaces import Record
 from jaxrl.types import Trajectory
-from jaxrl.utils.files import append_line, atomic_write, open_atomic, quarantine_file
+from jaxrl.utils.files import (
+    append_line,
+    atomic_write,
+    check_not_moved,
+    open_atomic,
+    quarantine_file,
+)
 from jaxrl.utils.json_io import parse_json
 
 Table = Sequence[Mapping[str, Any]]
@@ -132,6 +138,7 @@ class MetricsLog:
         self._next_metrics.clear()
         record = {"step": step, "stage": stage, **to_json_numbers(metrics)}
         if self._path is not None:
+            check_not_moved(self._path)
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
         for tracker in self.trackers:
