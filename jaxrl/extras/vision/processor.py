@@ -204,7 +204,7 @@ class HFImageProcessor:
             except UnreadableImageError:
                 raise
             except ValueError as error:
-                raise UnreadableImageError(f"{video.name}: {error}.") from error
+                raise UnreadableImageError(f"{video.name}: {error}") from error
         return self._layouts[digest]
 
     def _process_video(self, video: Video) -> Image:

@@ -261,7 +261,7 @@ def read_header(video: Video) -> Header:
             if (width, height) != sizes[0]:
                 raise UnreadableImageError(
                     f"frame {index + 1} of {video.name} has {width} x {height} pixels; expected "
-                    f"{sizes[0][0]} x {sizes[0][1]}, as in frame 1."
+                    f"{sizes[0][0]} x {sizes[0][1]}, as in frame 1"
                 )
         width, height = sizes[0]
         return Header(num_frames=len(sizes), fps=video.fps, height=height, width=width)
@@ -330,7 +330,7 @@ def _open_file(video: Video) -> Iterator[tuple[Any, Any]]:
             reason = (
                 f"it is damaged or in none of the formats {', '.join(FORMATS)}; encode it again"
             )
-        raise UnreadableImageError(f"{video.name} cannot be read as a video: {reason}.") from error
+        raise UnreadableImageError(f"{video.name} cannot be read as a video: {reason}") from error
 
 
 def _turn_upright(frame: Any) -> PIL.Image.Image:

@@ -225,6 +225,7 @@ def test_a_file_that_is_no_video_is_refused(processor, tmp_path, kind):
         ) as error:
             use(Video(path=str(file)))
         assert "\n" not in str(error.value)
+        assert str(error.value)[-1] != "."  # callers end the sentence, as for images
 
 
 def test_a_file_without_all_its_frames_is_refused(processor, tmp_path):
