@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxrl.training import packing
 from jaxrl.training.packing import (
     MICRO_BATCH_TOKENS,
     BatchShape,
@@ -134,7 +135,8 @@ def test_rows_fit_equal_groups_by_hand():
     assert (fitted.row_tokens, len(rows)) == (592, 2)
 
 
-def test_a_size_is_added_when_it_would_have_saved_a_mini_batch():
+def test_a_size_is_added_when_it_would_have_saved_enough(monkeypatch):
+    monkeypatch.setattr(packing, "SIZE_SAVING", 1.0)
     shape = BatchShape.for_sequences(1, micro_rows=1, row_tokens=256, shards_with_prompts=1)
 
     def fit(length):
@@ -153,7 +155,8 @@ def test_a_size_is_added_when_it_would_have_saved_a_mini_batch():
     assert fit_rows(items, two.with_full_rows(1))[0].row_tokens == 208
 
 
-def test_a_restored_run_chooses_the_same_sizes():
+def test_a_restored_run_chooses_the_same_sizes(monkeypatch):
+    monkeypatch.setattr(packing, "SIZE_SAVING", 1.0)
     rng = np.random.default_rng(0)
     shape = BatchShape.for_sequences(16, micro_rows=4, row_tokens=384, shards_with_prompts=1)
     restored = dataclasses.replace(shape, sizes=SizesInUse())

@@ -30,8 +30,6 @@ from tests.helpers import (
 )
 from tests.toys import one_device_mesh
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 PARAMS = jax.tree.map(jnp.asarray, random_params(TINY_HYBRID, seed=0))
 SEQUENCES = random_sequences([9, 70, 31, 64, 25, 130, 1, 17])
 

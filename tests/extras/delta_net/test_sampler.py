@@ -15,8 +15,6 @@ from jaxrl.training.packing import BatchShape, pack
 from tests.extras.delta_net.models import TINY_HYBRID, random_params
 from tests.toys import ROOMY, Player, ScriptedEnv, chain, one_device_mesh, script, toy_tokenizer
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 TOKENIZER = toy_tokenizer(*chain("</search>"), *chain("in"))
 STOPS = tuple("abcdefghijklmnop")  # a random policy stops about every tenth token
 PARAMS = random_params(TINY_HYBRID, seed=0)
