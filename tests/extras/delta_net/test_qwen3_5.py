@@ -30,6 +30,8 @@ from tests.helpers import (
 )
 from tests.toys import one_device_mesh
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 PARAMS = jax.tree.map(jnp.asarray, random_params(TINY_HYBRID, seed=0))
 SEQUENCES = random_sequences([9, 70, 31, 64, 25, 130, 1, 17])
 
@@ -66,7 +68,8 @@ def test_packed_sequences_have_the_gradient_of_single_ones():
         compute_gradient([sequence], single) for sequence in SEQUENCES if sequence.loss_mask.any()
     ]
     total = jax.tree.map(lambda *parts: sum(parts), *singles)
-    assert relative_distance(packed, total) < 1e-5
+    # 5e-6 as users compile; 1.4e-5 with fewer optimizations on some processors.
+    assert relative_distance(packed, total) < 2e-5
     for path, leaf in jax.tree_util.tree_leaves_with_path(packed):
         assert np.abs(leaf).max() > 0, path
 

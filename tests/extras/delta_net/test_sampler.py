@@ -15,6 +15,8 @@ from jaxrl.training.packing import BatchShape, pack
 from tests.extras.delta_net.models import TINY_HYBRID, random_params
 from tests.toys import ROOMY, Player, ScriptedEnv, chain, one_device_mesh, script, toy_tokenizer
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 TOKENIZER = toy_tokenizer(*chain("</search>"), *chain("in"))
 STOPS = tuple("abcdefghijklmnop")  # a random policy stops about every tenth token
 PARAMS = random_params(TINY_HYBRID, seed=0)
@@ -68,7 +70,8 @@ def assert_scores_agree(trajectories, params, *, temperature):
             (trajectory.rollout_entropies, entropies),
         ]:
             wanted = np.where(trajectory.loss_mask, values[is_token], 0)
-            np.testing.assert_allclose(got, wanted, atol=1e-4, rtol=0)
+            # With fewer optimizations, up to 1.6e-4 on some processors.
+            np.testing.assert_allclose(got, wanted, atol=2e-4, rtol=0)
 
 
 def token_ids(trajectories):
