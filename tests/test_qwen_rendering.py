@@ -128,6 +128,14 @@ def test_conversations_are_rendered_as_the_template_and_renderers_do():
     compare(50, seed=0)
 
 
+@pytest.mark.slow(
+    instead="test_qwen_rendering.py"
+    "::test_conversations_are_rendered_as_the_template_and_renderers_do"
+)
+def test_two_thousand_conversations_are_rendered_as_the_template_and_renderers_do():
+    compare(2_000, seed=1)
+
+
 @pytest.mark.parametrize("is_thinking", [True, False])
 def test_sampled_ids_stay_whatever_they_are(is_thinking):
     """Ids that no text is encoded to: the next prompt begins with them, as `renderers` has it."""

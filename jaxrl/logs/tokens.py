@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -34,6 +35,8 @@ def make_token_logger(
         shape: Shape of a mini-batch.
         method: Training method.
     """
+    # Logging neither adds sizes nor changes those that updates use.
+    shape = dataclasses.replace(shape, sizes=None)
     gather = jax.jit(lambda values: values, out_shardings=replicated_sharding(score.model.mesh))
 
     def token_logger(

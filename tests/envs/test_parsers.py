@@ -252,6 +252,11 @@ def test_parsers_agree_with_slow_ones():
     check_parsers(1_250, seed=0)
 
 
+@pytest.mark.slow(instead="envs/test_parsers.py::test_parsers_agree_with_slow_ones")
+def test_parsers_agree_with_slow_ones_on_many():
+    check_parsers(100_000, seed=1)
+
+
 SIZE = 100_000
 """Characters; quadratic time takes far longer than the limit below."""
 

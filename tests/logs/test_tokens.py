@@ -1,5 +1,7 @@
 """Logged token fields against all logits, and a run that is the same with and without them."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -8,6 +10,7 @@ from jaxrl.logs.tokens import make_token_logger
 from jaxrl.run import run
 from jaxrl.training.controllers import AdaptiveKL, Controllers
 from jaxrl.training.method import needs_divergences
+from jaxrl.training.packing import SizesInUse
 from jaxrl.training.reference_kl import make_kl_fn
 from jaxrl.types import flatten_groups, replace_fields
 from tests.episodes import grouped
@@ -68,6 +71,13 @@ def test_logged_weights_are_those_of_the_mini_batch():
             share = 1 / (4 if index < 4 else 3) / trajectory.num_sampled
             wanted = np.float32(share) * trajectory.loss_mask
             np.testing.assert_allclose(note["token_weights"], wanted, rtol=1e-6)
+
+
+def test_logging_adds_no_size_of_micro_batches(monkeypatch):
+    shape = dataclasses.replace(policies.SHAPE, sizes=SizesInUse())
+    monkeypatch.setattr(policies, "SHAPE", shape)
+    log_step()
+    assert shape.sizes == SizesInUse()
 
 
 def test_logged_kl_weights_use_the_coefficient_of_the_step():

@@ -47,8 +47,8 @@ def random_sizes(rng):
         rotary_fraction=float(rng.choice([0.25, 0.5, 1.0])),
         num_key_heads=num_key_heads,
         num_value_heads=num_key_heads * int(rng.integers(1, 4)),
-        key_dim=int(rng.integers(16, 32)),
-        value_dim=int(rng.integers(16, 32)),
+        key_dim=int(rng.integers(6, 20)),
+        value_dim=int(rng.integers(6, 20)),
         conv_width=int(rng.integers(2, 6)),
     )
 
@@ -125,9 +125,7 @@ def check_agreement(config, seed, folder, num_generated=200):
     for name, location in locate_hf_tensors(config).items():
         gradient = np.asarray(leaves[location.param])[location.index]
         ours[name] = gradient.T if location.is_transposed else gradient
-        # Gradients of a few values, such as `dt_bias`, are sums that nearly cancel.
-        assert relative_distance(ours[name], theirs[name]) < 1e-3, name
-    assert relative_distance(ours, {name: theirs[name] for name in ours}) < 1e-4
+        assert relative_distance(ours[name], theirs[name]) < 1e-4, name
 
     # Greedy tokens.
     prompts = token_ids[:, :9]

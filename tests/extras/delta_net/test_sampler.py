@@ -70,8 +70,7 @@ def assert_scores_agree(trajectories, params, *, temperature):
             (trajectory.rollout_entropies, entropies),
         ]:
             wanted = np.where(trajectory.loss_mask, values[is_token], 0)
-            # With fewer optimizations, up to 1.6e-4 on some processors.
-            np.testing.assert_allclose(got, wanted, atol=2e-4, rtol=0)
+            np.testing.assert_allclose(got, wanted, atol=1e-4, rtol=0)
 
 
 def token_ids(trajectories):

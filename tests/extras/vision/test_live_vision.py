@@ -204,7 +204,7 @@ def is_text(config):
     return ~np.isin(np.arange(config.vocab_size), [IMAGE, VIDEO])
 
 
-@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_reads_our_export(tmp_path, family, seed):
     config, rng = FAMILIES[family](seed), np.random.default_rng(seed)
