@@ -24,7 +24,6 @@ from jaxrl.extras.experts import choice, products
 from jaxrl.models.attention import reference
 from jaxrl.models.attention.reference import XLA
 from jaxrl.sampling.demonstrations import Demonstration
-from jaxrl.training import packing
 from jaxrl.training.packing import MAX_SIZES
 
 MODEL = [
@@ -55,8 +54,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 # First, because `one_size` lasts until the end of the module.
 @pytest.mark.parametrize(("name", "spread"), update.SPREADS.items())
-def test_fitted_rows_have_little_padding(name, spread, monkeypatch):
-    monkeypatch.setattr(packing, "SIZE_SAVING", 1.0)  # as if compilation were cheap
+def test_fitted_rows_have_little_padding(name, spread):
     work = dataclasses.replace(update.WORK["cpu"], spread=spread, micro_rows=4, draws=1000)
     figures = update.simulate_padding(work)
     assert figures["fitted"] < 0.05 < figures["longest"]

@@ -58,6 +58,7 @@ from jaxrl.models.registry import read_architecture
 from jaxrl.runtime.checkpoint import latest_complete_step
 from jaxrl.runtime.compilation import clear_cache_if_edited
 from jaxrl.runtime.sharding import check_even_split, local_mesh, make_mesh
+from jaxrl.runtime.weight_memory import count_elements
 from jaxrl.sampling.contexts import ContextRule
 from jaxrl.sampling.decode import should_scan_layers
 from jaxrl.sampling.demonstrations import read_demonstrations
@@ -553,10 +554,15 @@ def build_stages(
         UserCodeError: A custom function failed. The message names its key.
     """
     stages = {}
+    num_params = count_elements(model.architecture.abstract_params())
     for name, num_steps in c.training_steps.items():
         settings = build_optimizer_settings(c, name)
         probe_schedule(settings)
         optimizer, is_train = make_optimizer(settings), name == "train"
+        shape = compute_batch_shape(
+            c, name, model.shards_with_prompts, model.num_pieces, model.architecture
+        )
+        platform = model.mesh.devices.flat[0].platform
         stages[name] = Stage(
             num_steps=num_steps,
             batch_size=(
@@ -565,9 +571,7 @@ def build_stages(
             optimizer=optimizer,
             schedule=make_schedule(settings),
             settings=settings,
-            shape=compute_batch_shape(
-                c, name, model.shards_with_prompts, model.num_pieces, model.architecture
-            ),
+            shape=shape.with_size_saving(num_params, platform, model.mesh.size),
             update=(
                 make_update_step(model, method, optimizer)
                 if is_train

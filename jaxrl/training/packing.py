@@ -24,8 +24,9 @@ CAPACITY_DIVISORS = (64, 32, 16, 8, 4, 2, 1)
 MICRO_BATCH_TOKENS = 64
 """Cost of a micro-batch beside its tokens, such as adding its gradients, in tokens per device."""
 
-SIZE_SAVING = 16.0
-"""Saving that justifies the compilation for a new size of micro-batches, in mini-batches."""
+COMPILATION_FLOPS = {"cpu": 1e12, "gpu": 1e16, "tpu": 1e16}
+"""FLOPs per device in the time that the programs of a new size compile: 12 s on a CPU for a model
+of 4 layers, half a minute on an accelerator."""
 
 MAX_SIZES = 16
 """Number of sizes in use above which a size is added only for sequences that fit in no other."""
@@ -86,6 +87,8 @@ class BatchShape:
     num_pieces: int = 1  # C, pieces of a row on different devices; divides T
     # Recorded arrays that the model reads.
     token_arrays: Mapping[str, TokenArraySpec] = field(default_factory=dict)
+    # Number of mini-batches that a new size must save before its programs are compiled.
+    size_saving: float = field(default=1.0, compare=False)
     # Sizes in use if `fit_rows` may change b and T without increasing b * T, else None.
     sizes: SizesInUse | None = field(default=None, compare=False)
 
@@ -116,6 +119,17 @@ class BatchShape:
             return dataclasses.replace(self, num_micro=num_micro, micro_rows=full_rows)
         row_tokens = full_rows // self.micro_rows * (self.max_tokens or self.row_tokens)
         return dataclasses.replace(self, num_micro=num_micro, row_tokens=row_tokens)
+
+    def with_size_saving(self, num_params: int, platform: str, num_devices: int) -> BatchShape:
+        """Return a shape whose new sizes repay their compilation, by `COMPILATION_FLOPS`.
+
+        Training takes 6 FLOPs per parameter and token (https://arxiv.org/abs/2001.08361).
+        """
+        num_slots = self.num_micro * self.micro_rows * self.row_tokens
+        compilation = COMPILATION_FLOPS[platform] * num_devices
+        return dataclasses.replace(
+            self, size_saving=max(compilation / (6 * num_params * num_slots), 1.0)
+        )
 
     @classmethod
     def for_sequences(
@@ -308,8 +322,8 @@ def fit_rows(
 
     The cost of a size is the number of slots for tokens, plus `MICRO_BATCH_TOKENS` per device and
     micro-batch. The cheapest size in use is reused until the cheapest of all sizes would have saved
-    `SIZE_SAVING`; that size is then added. The result depends only on the arguments, so it is equal
-    in all processes, and in a resumed run, which restores `shape.sizes`.
+    `shape.size_saving`; that size is then added. The result depends only on the arguments, so it is
+    equal in all processes, and in a resumed run, which restores `shape.sizes`.
 
     Returns:
         The shape and the sequence indices of each row.
@@ -348,7 +362,7 @@ def fit_rows(
                 lowest_in_use, current = lowest, best
     assert best is not None  # the largest size always suffices
     shape.sizes.excess += lowest_in_use / lowest - 1
-    has_saved = shape.sizes.excess >= SIZE_SAVING and len(in_use) < MAX_SIZES
+    has_saved = shape.sizes.excess >= shape.size_saving and len(in_use) < MAX_SIZES
     if current is not None and not has_saved:
         best = current
     elif best not in in_use:

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.training import packing
 from jaxrl.training.packing import (
     MICRO_BATCH_TOKENS,
     BatchShape,
@@ -135,8 +134,7 @@ def test_rows_fit_equal_groups_by_hand():
     assert (fitted.row_tokens, len(rows)) == (592, 2)
 
 
-def test_a_size_is_added_when_it_would_have_saved_enough(monkeypatch):
-    monkeypatch.setattr(packing, "SIZE_SAVING", 1.0)
+def test_a_size_is_added_when_it_would_have_saved_enough():
     shape = BatchShape.for_sequences(1, micro_rows=1, row_tokens=256, shards_with_prompts=1)
 
     def fit(length):
@@ -155,8 +153,14 @@ def test_a_size_is_added_when_it_would_have_saved_enough(monkeypatch):
     assert fit_rows(items, two.with_full_rows(1))[0].row_tokens == 208
 
 
-def test_a_restored_run_chooses_the_same_sizes(monkeypatch):
-    monkeypatch.setattr(packing, "SIZE_SAVING", 1.0)
+def test_a_size_saves_its_compilation_by_hand():
+    shape = BatchShape(num_micro=5, micro_rows=2, row_tokens=100)
+    # 1e6 parameters x 1,000 slots x 6 FLOPs are 6e9 per mini-batch, compilation 1e12 per device.
+    assert shape.with_size_saving(10**6, "cpu", 3).size_saving == 500
+    assert shape.with_size_saving(10**9, "cpu", 3).size_saving == 1  # less than one mini-batch
+
+
+def test_a_restored_run_chooses_the_same_sizes():
     rng = np.random.default_rng(0)
     shape = BatchShape.for_sequences(16, micro_rows=4, row_tokens=384, shards_with_prompts=1)
     restored = dataclasses.replace(shape, sizes=SizesInUse())
