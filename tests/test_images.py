@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from jaxrl.builders.components import build_processor
+from jaxrl.builders.components import build_image_processor
 from jaxrl.config import default_config
 from jaxrl.data import serialization, tasks
 from jaxrl.data.records import parse_task
@@ -610,7 +610,7 @@ def test_the_processor_of_another_model_is_refused(tmp_path, changes, why):
     sizes = {"patch_size": model.tower.patch, "merge_size": model.tower.merge}
     config.model.path = save_processor(tmp_path, **sizes | changes)
     with pytest.raises(ValueError, match=why) if why else nullcontext():
-        build_processor(resolved(config), looking_tokenizer(), model)
+        build_image_processor(resolved(config), looking_tokenizer(), model)
 
 
 class TestDemonstrations:

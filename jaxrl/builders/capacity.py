@@ -19,11 +19,11 @@ GIB = 2**30
 
 def format_bytes(size: int) -> str:
     """Format a size in bytes as GiB, or as MiB below 1 GiB."""
-    unit, scale = choose_unit(size)
+    unit, scale = choose_byte_unit(size)
     return f"{size / scale:.2f} {unit}"
 
 
-def choose_unit(size: int) -> tuple[str, int]:
+def choose_byte_unit(size: int) -> tuple[str, int]:
     """Return the unit in which to display a size in bytes, and the unit's size in bytes."""
     return ("GiB", GIB) if size >= GIB else ("MiB", 2**20)
 
@@ -139,7 +139,7 @@ class CacheSizes:
 
     @property
     def num_states(self) -> int:
-        """Number of recurrent states: one per row, and the same for prompts and waiting rows."""
+        """Number of recurrent states: one per row, plus as many for prompts and waiting rows."""
         return 2 * self.rows
 
     @property

@@ -21,9 +21,9 @@ from jax.sharding import Mesh
 from jaxrl.builders import capacity
 from jaxrl.builders.environment import (
     build_environments,
-    build_random_searches,
+    build_random_search_engines,
     build_rewards,
-    build_searches,
+    build_search_engines,
     build_tools,
     check_prices,
 )
@@ -37,7 +37,7 @@ from jaxrl.builders.method import (
 )
 from jaxrl.builders.probe import probe_method, probe_rewards, probe_schedule, probe_tools
 from jaxrl.builders.resolved import NO_ENGINE, ResolvedConfig
-from jaxrl.config.environments import name_environment
+from jaxrl.config.environments import add_environment_to_errors
 from jaxrl.config.keys import import_optional
 from jaxrl.config.registry import instantiate
 from jaxrl.config.schema import KEYS, LOCAL_MODEL
@@ -84,7 +84,7 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class RunComponents(Components):
-    """Components of the stages, plus the tokenizer and image processor for other callers."""
+    """Components of all stages, with the tokenizer and image processor for other callers."""
 
     tokenizer: Tokenizer
     processor: Processor | None  # None if the model does not support images
@@ -125,7 +125,7 @@ def build(
     policy = build_policy_architecture(c, architecture) if external is None else architecture
     if policy.wrapper is not None:
         policy.wrapper.check()
-    processor = build_processor(c, tokenizer, architecture)
+    processor = build_image_processor(c, tokenizer, architecture)
     if c.has_contexts and architecture.tower is not None:
         raise ValueError(
             f"config.rollout.context.name is {c.rollout.context.name!r}, but the model of "
@@ -155,7 +155,7 @@ def build(
     demonstrations: list[Source[Any]] = []
     for name, environment in c.environments.items() if "sft" in c.stages else ():
         names = [tool.name for tool in tools[name]]
-        with name_environment(name):
+        with add_environment_to_errors(name):
             items = read_demonstrations(
                 environment.sft.source,
                 tokenizer,
@@ -177,7 +177,7 @@ def build(
     for split, mixture in (("train", tasks), ("eval", eval_tasks)):
         for source in mixture.sources:
             task = source.items[0]
-            with name_environment(name := task.environment):
+            with add_environment_to_errors(name := task.environment):
                 rewards[name].check_task(task, f"config.tasks.{split}.source")
                 probe_rewards(c.environments[name], control_envs[name], task)
     reward_fn = EnvironmentRewards(rewards) if c.members else rewards[""]
@@ -218,17 +218,17 @@ def build(
     stages = build_stages(c, model, method, halves_micro_rows=halves_micro_rows)
     # The environments with the real search engines, and the rollouts of control suites. If there
     # are several environments, the control suites skip those without a search engine.
-    searches = build_searches(c, show, workdir, log)
+    searches = build_search_engines(c, show, workdir, log)
     control_environments = {"empty_search": list(searches if c.members else control_envs)}
     controls = {"empty_search": make_shared_rollout(control_envs)}
     if "random_search" in c.suites:
-        random_engines = build_random_searches(c, searches)
+        random_engines = build_random_search_engines(c, searches)
         control_environments["random_search"] = list(random_engines)
         controls["random_search"] = make_shared_rollout(
             build_environments(c, random_engines, tools)
         )
     for name, environment in c.environments.items():
-        with name_environment(name):
+        with add_environment_to_errors(name):
             engine_to_probe = searches[name].engine if name in searches else None
             probe_tools(environment, tools[name], engine_to_probe)
     envs = control_envs | build_environments(c, searches, tools)
@@ -323,7 +323,7 @@ def build_run_settings(c: ResolvedConfig) -> Settings:
     )
 
 
-def build_processor(
+def build_image_processor(
     c: ResolvedConfig, tokenizer: Tokenizer, model: Architecture
 ) -> Processor | None:
     """Create the image processor; return None if the model does not support images.
@@ -422,7 +422,7 @@ def read_model_and_tokenizer(
 
 
 def collect_template_notes(tokenizer: Tokenizer) -> list[str]:
-    """Return notes and warnings about the chat template, given the prompts rendered so far."""
+    """Return log messages about the chat template, based on the prompts rendered so far."""
     notes = []
     if end := tokenizer.unlisted_end_token:
         known = ", ".join(tokenizer.decode([id]) for id in tokenizer.eos_ids)
@@ -498,7 +498,7 @@ def build_model(c: ResolvedConfig, mesh: Mesh, policy: Architecture, tokenizer: 
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenModel:
-    """A model that is not trained, with its parameters."""
+    """Frozen model with its parameters."""
 
     model: Model
     params: Params
@@ -669,7 +669,7 @@ AUDIT_TASKS = "jaxrl.extras.audit.startup:audit_tasks"
 
 
 def select_sampling_kinds(c: ResolvedConfig) -> list[str]:
-    """Return the kinds of sampling that the stages need; if there are no stages, those of chat."""
+    """Return the sampling methods that the configured stages, or else a chat, need."""
     rollout, evaluation = c.rollout, c.eval
     kinds = []
     if "train" in c.stages:
@@ -685,7 +685,7 @@ def select_sampling_kinds(c: ResolvedConfig) -> list[str]:
 
 
 def open_all_tasks(c: ResolvedConfig, show: Show) -> tuple[Mixture[Task], Mixture[Task]]:
-    """Open the training and held-out tasks that the configured stages read.
+    """Open the training tasks and held-out tasks of the configured stages.
 
     The weight of an environment is divided among its training sources.
     """
@@ -693,7 +693,7 @@ def open_all_tasks(c: ResolvedConfig, show: Show) -> tuple[Mixture[Task], Mixtur
         return _open_tasks(c, show)
     splits: tuple[list[Source[Task]], list[Source[Task]]] = [], []
     for name, environment in c.members.items():
-        with name_environment(name):
+        with add_environment_to_errors(name):
             tasks, eval_tasks = _open_tasks(environment, show)
         total = sum(Fraction(str(source.weight)) for source in tasks.sources)
         for split, mixture in zip(splits, (tasks, eval_tasks), strict=True):
@@ -731,7 +731,7 @@ def _open_tasks(c: ResolvedConfig, show: Show) -> tuple[Mixture[Task], Mixture[T
 
 
 def _set_num_steps(c: ResolvedConfig, tasks: Mixture[Task]) -> str:
-    """Replace `num_steps=0` with the steps of `num_epochs`, in place. Return a note, or "".
+    """Replace `num_steps=0` with the steps in `num_epochs`, in place. Return a log message or "".
 
     The number is fixed at the start, because learning-rate schedules need it. If `filter.name`
     makes steps draw more tasks, training runs for more than `num_epochs` epochs.
@@ -749,7 +749,7 @@ def _set_num_steps(c: ResolvedConfig, tasks: Mixture[Task]) -> str:
 def _filter_sources(
     tasks: Mixture[Task], rollout: BaseRollout, c: ResolvedConfig, show: Show
 ) -> tuple[Mixture[Task], list[str]]:
-    """Apply `filter_overlong_prompts` to each source; return the tasks and notes for the log."""
+    """Apply `filter_overlong_prompts` to each source; return the tasks and log messages."""
     sources, notes = [], []
     if len(tasks.sources) > 1:
         total = sum(source.weight for source in tasks.sources)
@@ -771,13 +771,13 @@ def _filter_sources(
 def _audit_tasks(
     c: ResolvedConfig, tasks: Mixture[Task], workdir: Path | None, show: Show
 ) -> tuple[Mixture[Task], list[str]]:
-    """Check training tasks of environments with a corpus; return tasks and notes for the log."""
+    """Audit training tasks of environments with a corpus; return tasks and log messages."""
     audit_tasks = import_optional(AUDIT_TASKS)
     sources, notes = list[Source[Task]](), list[str]()
     for name, environment in c.environments.items():
         selected = Mixture([s for s in tasks.sources if s.items[0].environment == name])
         if audit_tasks and selected and environment.corpus_section:
-            with name_environment(name):
+            with add_environment_to_errors(name):
                 selected, lines = audit_tasks(environment, selected, workdir=workdir, show=show)
             notes += [f"{name}: {line}" if name else line for line in lines]
         sources += selected.sources
@@ -789,7 +789,7 @@ def filter_overlong_prompts(
 ) -> tuple[Sequence[Task], str]:
     """Drop tasks whose prompts are too long, unless prompts are truncated.
 
-    Returns the remaining tasks, and a note for the log, or "".
+    Returns the remaining tasks, and a log message or "".
 
     Args:
         tasks: Tasks of one source.
@@ -827,7 +827,7 @@ def filter_overlong_prompts(
 
 
 def _prompt_fits(tasks: Sequence[Task], index: int, task: Task, rollout: BaseRollout) -> bool:
-    """Return True if a task's prompt fits. Errors name the task's location."""
+    """Return True if a task's prompt fits. Errors contain the task's location."""
     try:
         return rollout.prompt_fits(task)
     except UnreadableImageError:
@@ -838,7 +838,7 @@ def _prompt_fits(tasks: Sequence[Task], index: int, task: Task, rollout: BaseRol
 
 
 def find_trigger_ids(tokenizer: Tokenizer, words: Sequence[str]) -> np.ndarray | None:
-    """Return a mask, bool [V], of the ids whose text is in `words`; None if `words` is empty.
+    """Return a mask, bool [V], of the token ids with text in `words`; None if `words` is empty.
 
     Case and surrounding whitespace are ignored.
 

@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 from jaxrl.builders.method import build_from_section
 from jaxrl.builders.recording import open_recording
 from jaxrl.builders.resolved import ResolvedConfig
-from jaxrl.config.environments import name_environment
+from jaxrl.config.environments import add_environment_to_errors
 from jaxrl.config.registry import instantiate
 from jaxrl.envs.base import Env, Prompt
 from jaxrl.envs.prompt_file import PromptFile
@@ -49,7 +49,7 @@ def build_tools(c: ResolvedConfig, log: Log) -> list[Tool]:
 
 
 def build_prompt(c: ResolvedConfig) -> Prompt:
-    """Create the prompt template, reading its file if one is configured."""
+    """Create the prompt template, from a file if one is configured."""
     prompt = Prompt(**{key: c.prompt[key] for key in ("system", "template", "examples")})
     if not c.prompt.template_file:
         return prompt
@@ -88,22 +88,22 @@ def build_environment(c: ResolvedConfig, engine: Tool | None, tools: Sequence[To
 def build_environments(
     c: ResolvedConfig, engines: Mapping[str, Tool | None], tools: Mapping[str, Sequence[Tool]]
 ) -> dict[str, Env]:
-    """Instantiate the environments of `engines`, by name.
+    """Instantiate every environment named in `engines`.
 
     Args:
         c: Resolved configuration.
-        engines: Search engine of each environment, if it has one.
+        engines: Search engine, or None, of each environment, keyed by the environment's name.
         tools: Other tools of each environment.
     """
     environments = {}
     for name, engine in engines.items():
-        with name_environment(name):
+        with add_environment_to_errors(name):
             environments[name] = build_environment(c.environments[name], engine, tools[name])
     return environments
 
 
 def check_prices(c: ResolvedConfig, tools_by_environment: Mapping[str, Sequence[Tool]]) -> None:
-    """Check the names in `ledger.prices` and `reward.judges`.
+    """Check that `ledger.prices` and `reward.judges` contain valid names.
 
     Raises:
         ValueError: A price has an unknown name, or a judge has the name of a tool.
@@ -141,7 +141,7 @@ def build_rewards(c: ResolvedConfig, workdir: Path | None, log: Log) -> RewardCo
     )
 
 
-def build_search(
+def build_search_engine(
     c: ResolvedConfig, show: Callable[[str], None], workdir: Path | None, log: Log
 ) -> ResilientSearch:
     """Create the search engine, wrapped with a cache, rate limits, retries and a recording.
@@ -152,7 +152,7 @@ def build_search(
     retry_config = build_from_section(RetryConfig, c.search)
     recording = None if c.search.replay == "off" else open_recording(c, workdir, log)
     is_replay = c.search.replay == "only"
-    engine = _build_engine(c, show, log)
+    engine = _instantiate_search_engine(c, show, log)
     if getattr(engine, "needs_health_check", False) and not is_replay:
         key = "settings" if is_dotted_path(c.search.engine) else f"{c.search.engine}.url"
         show(f"connecting to the server of config.search.{key}")
@@ -160,7 +160,7 @@ def build_search(
     return ResilientSearch(engine, retry_config, recording=recording, is_replay=is_replay, log=log)
 
 
-def build_searches(
+def build_search_engines(
     c: ResolvedConfig, show: Callable[[str], None], workdir: Path | None, log: Log
 ) -> dict[str, ResilientSearch]:
     """Create the search engine of each environment that searches.
@@ -172,14 +172,14 @@ def build_searches(
     for name, environment in c.environments.items():
         if environment.has_search:
             settings = json.dumps(environment.search.to_dict(), sort_keys=True)
-            with name_environment(name):
+            with add_environment_to_errors(name):
                 if settings not in by_settings:
-                    by_settings[settings] = build_search(environment, show, workdir, log)
+                    by_settings[settings] = build_search_engine(environment, show, workdir, log)
             searches[name] = by_settings[settings]
     return searches
 
 
-def _build_engine(c: ResolvedConfig, show: Callable[[str], None], log: Log) -> Tool:
+def _instantiate_search_engine(c: ResolvedConfig, show: Callable[[str], None], log: Log) -> Tool:
     assert c.engine_class is not None
     if not c.needs_live_engine:  # a recording answers all queries
         stand_in = EmptySearch()
@@ -208,10 +208,10 @@ def _build_engine(c: ResolvedConfig, show: Callable[[str], None], log: Log) -> T
     )
 
 
-def build_random_searches(
+def build_random_search_engines(
     c: ResolvedConfig, searches: Mapping[str, ResilientSearch]
 ) -> dict[str, Tool]:
-    """Create the control engines, which return random documents from `searches`.
+    """Create control engines that return random documents from the corpora of `searches`.
 
     Raises:
         ValueError: No configured engine provides `documents`.

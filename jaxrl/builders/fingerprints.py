@@ -23,6 +23,7 @@ from jaxrl.models.hf_weights import INDEX_FILE, SIDE_FILES
 from jaxrl.runtime.distributed import gather
 from jaxrl.training.run_state import USER_CODE_SUFFIX
 from jaxrl.utils.callables import is_dotted_path
+from jaxrl.utils.files import hash_file
 
 MAX_DIFFERENCES = 10  # maximum number of differences listed in a message
 
@@ -46,7 +47,7 @@ def compute_fingerprints(config: ResolvedConfig) -> dict[str, str]:
     flat = flatten(config)
     for key, entry in KEYS.items():
         if entry.file and flat.get(key) and (file := Path(flat[key]) / entry.file).is_file():
-            digests[f"{key}/{entry.file}"] = _hash_file(file)
+            digests[f"{key}/{entry.file}"] = hash_file(file)
     for name, environment in config.environments.items():
         prefix = f"environments.{name}." if name else ""
         digests |= {
@@ -66,7 +67,7 @@ def _hash_environment_files(config: ResolvedConfig) -> dict[str, str]:
     if "sft" in config.stages and demonstrations.exists():
         digests["sft.source"] = _hash_data(demonstrations)
     if (template := Path(config.prompt.template_file)).is_file():
-        digests["prompt.template_file"] = _hash_file(template)
+        digests["prompt.template_file"] = hash_file(template)
     # The tasks that the configured stages read.
     readers = {"train": {"train"}, "eval": {"train", "evaluate"}}
     kinds = [kind for kind, stages in readers.items() if stages & set(config.stages)]
@@ -89,14 +90,14 @@ def _hash_environment_files(config: ResolvedConfig) -> dict[str, str]:
 
 
 def _hash_user_code(names: Mapping[str, str]) -> dict[str, str]:
-    """Hash the files that define the dotted names in `names`, a mapping from keys to names."""
+    """Hash the files that define the dotted names in `names`, which maps keys to names."""
     digests = {}
     for key, name in names.items():
         if is_dotted_path(name):
             function = pkgutil.resolve_name(name)
             module = getattr(function, "__module__", "") or name.rpartition(".")[0]
             if path := getattr(sys.modules.get(module), "__file__", None):
-                digests[f"{key}{USER_CODE_SUFFIX}"] = _hash_file(Path(path))
+                digests[f"{key}{USER_CODE_SUFFIX}"] = hash_file(Path(path))
     return digests
 
 
@@ -112,7 +113,7 @@ def compute_search_fingerprints(config: ResolvedConfig) -> dict[str, str]:
             folder = get_index_folder(Path(value), settings.index)
             digests[key] = compute_corpus_digest(Path(value), folder)
         elif KEYS[key].holds == FILE and Path(value).is_file():
-            digests[key] = _hash_file(Path(value))
+            digests[key] = hash_file(Path(value))
     return digests
 
 
@@ -120,7 +121,7 @@ def _hash_model_files(key: str, model: Path) -> dict[str, str]:
     """Hash the files of a model folder. Names in the result start with `key`."""
     files = [path for pattern in (*SIDE_FILES, INDEX_FILE) for path in model.glob(pattern)]
     digests = {
-        f"{key}/{path.relative_to(model).as_posix()}": _hash_file(path)
+        f"{key}/{path.relative_to(model).as_posix()}": hash_file(path)
         for path in files
         if path.is_file()
     }
@@ -135,7 +136,7 @@ def _hash_model_files(key: str, model: Path) -> dict[str, str]:
 def check_processes_agree(
     config: ResolvedConfig, workdir: Path, contents: Mapping[str, str]
 ) -> None:
-    """Check that all processes of a job have the same settings and files.
+    """Check that all processes of a job have equal settings and files.
 
     This is a collective operation: every process must call it.
 
@@ -192,16 +193,11 @@ def find_differences(all_processes: Sequence[Sequence[Mapping[str, str]]]) -> li
 def _hash_data(path: Path) -> str:
     """Return the SHA-256 of a file, or of a folder's files and their relative paths."""
     if path.is_file():
-        return _hash_file(path)
+        return hash_file(path)
     digest = hashlib.sha256()
     for file in sorted(file for file in path.rglob("*") if file.is_file()):
-        digest.update(f"{file.relative_to(path)}\0{_hash_file(file)}\n".encode(errors="replace"))
+        digest.update(f"{file.relative_to(path)}\0{hash_file(file)}\n".encode(errors="replace"))
     return digest.hexdigest()
-
-
-def _hash_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _hash_weights(path: Path, *, header_bytes: int) -> str:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxrl.builders.resolved import ResolvedConfig
-from jaxrl.config.environments import name_environment
+from jaxrl.config.environments import add_environment_to_errors
 from jaxrl.config.keys import MODEL
 from jaxrl.config.schema import KEYS, LOCAL_MODEL, flatten
 from jaxrl.data.tasks import resolve_sources
@@ -31,7 +31,7 @@ def download_files(
     *,
     for_plan: bool = False,
 ) -> ResolvedConfig:
-    """Download the models and data that the run needs, and set their paths in the config.
+    """Download the run's models and data, and set their local paths in the config.
 
     A name without a revision refers to the commit that the run recorded, or else the newest one.
 
@@ -90,7 +90,7 @@ def download_files(
     # Environments: each is a configuration of its own. The run records the names that they set.
     members = {}
     for name, member in c.members.items():
-        with name_environment(name):
+        with add_environment_to_errors(name):
             members[name] = download_files(member, recorded, for_plan=for_plan)
     if any(member.hub_names for member in members.values()):
         hub_names["environments"] = {

@@ -263,7 +263,7 @@ def _probe_tool(key: str, name: str, tool: Tool, example: str) -> None:
 
 
 def _make_example(schema: Mapping[str, Any]) -> Any:
-    """Return an example value for a JSON schema, with only the required properties."""
+    """Build an example value for a JSON schema, with only the required properties."""
     if "enum" in schema:
         return schema["enum"][0]
     kind = schema.get("type")

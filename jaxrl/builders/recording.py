@@ -93,7 +93,7 @@ def _is_file_setting(setting: str) -> bool:
 
 
 def _fill_missing_hashes(engine: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the engine's settings, with the hashes of missing files taken from the recording.
+    """Fill in hashes of missing files from the recording; return the engine's settings.
 
     Raises:
         FileNotFoundError: A file is missing, and several recorded engines match the rest.

@@ -13,7 +13,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxrl.config.environments import name_environment, split_config
+from jaxrl.config.environments import add_environment_to_errors, split_config
 from jaxrl.config.keys import reject_value
 from jaxrl.config.registry import (
     check_settings,
@@ -51,7 +51,7 @@ ADAPTERS = {"model.lora.rank": "jaxrl.extras.lora.adapter:wrap_with_lora"}
 
 @dataclass(frozen=True, kw_only=True)
 class ToolFactory:
-    """Factory for a configured tool. The model calls the tool by `name`."""
+    """Factory for a configured tool, which the model calls by `name`."""
 
     name: str
     make: Callable[[], Tool]
@@ -59,7 +59,7 @@ class ToolFactory:
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedConfig:
-    """A configuration with every name resolved. Sections of `config` are also attributes.
+    """Configuration with every name resolved. Sections of `config` are also attributes.
 
     Attributes:
         config: Validated configuration.
@@ -165,7 +165,7 @@ class ResolvedConfig:
 
     @property
     def corpus_section(self) -> str:
-        """Section of `config.search` that names the corpus; "" if the run needs no corpus."""
+        """Section of `config.search` that contains the corpus; "" if the run needs no corpus."""
         return CORPUS_SECTIONS.get(self.config.search.engine, "") if self.needs_live_engine else ""
 
     @property
@@ -300,7 +300,7 @@ def resolve_names(config: ConfigDict, *, needs_data: bool = True) -> ResolvedCon
     """
     members = {}
     for name, (weight, member) in split_config(config).items():
-        with name_environment(name):
+        with add_environment_to_errors(name):
             resolved = _resolve_names(member, needs_data=needs_data, environment=name)
             members[name] = replace(resolved, weight=weight)
     resolved = _resolve_names(config, needs_data=needs_data and not members)

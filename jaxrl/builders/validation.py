@@ -11,7 +11,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jaxrl.builders.resolved import CORPUS_SECTIONS, NO_ENGINE, ResolvedConfig, resolve_names
-from jaxrl.config.environments import name_environment, split_config
+from jaxrl.config.environments import add_environment_to_errors, split_config
 from jaxrl.config.keys import reject_value
 from jaxrl.config.loading import check_keys
 from jaxrl.config.schema import EXTRA_KEYS, KEYS, LOCAL_MODEL, SUITES, flatten
@@ -76,7 +76,7 @@ def check_rules(c: ResolvedConfig, *, needs_data: bool = True) -> None:
         _raise_first_finding(c, _find_environment_conflicts(c))
     # Each of several environments has a complete configuration.
     for name, environment in c.environments.items():
-        with name_environment(name):
+        with add_environment_to_errors(name):
             _check_tools(environment)
             _check_rewards(environment)
             _raise_first_finding(
@@ -88,7 +88,7 @@ def check_rules(c: ResolvedConfig, *, needs_data: bool = True) -> None:
             )
     _raise_first_finding(c, _find_suite_conflicts(c))
     for name, environment in c.environments.items():
-        with name_environment(name):
+        with add_environment_to_errors(name):
             _raise_first_finding(
                 environment, _find_missing_values(environment, needs_data=needs_data)
             )
@@ -100,7 +100,7 @@ def _raise_first_finding(c: ResolvedConfig, *findings: Iterable[Finding]) -> Non
 
 
 def list_warnings(c: ResolvedConfig) -> list[str]:
-    """Return a warning for each unusual setting, with its value and the usual one."""
+    """Return a warning for each unusual setting, with its value and the usual value."""
     warnings = [
         f"warning: config.{key} is {_get_value(environment, key)!r}; the usual value is {usual}"
         for environment in c.environments.values()
@@ -397,7 +397,7 @@ def _find_run_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
 
 
 def _find_suite_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
-    """Yield evaluation suites of the configured stages that no environment supports."""
+    """Yield a finding for each configured evaluation suite that no environment supports."""
     has_engine = has_corpus = False
     for each in c.environments.values():
         engine = each.search.engine
@@ -414,7 +414,7 @@ def _find_suite_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
 
 
 def _find_environment_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
-    """Yield conflicts between several environments and the settings that they share."""
+    """Yield conflicts between multiple environments and the settings that they share."""
     for name, environment in c.members.items():
         section = f"environments.{name}"
         if environment.has_custom_rollout:

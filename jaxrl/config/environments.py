@@ -31,12 +31,12 @@ RESERVED_NAMES = ("all", "mean")
 
 
 def is_environment_key(key: str) -> bool:
-    """Return True if an environment may override the key."""
+    """Return True if environments may override the key."""
     return (key.split(".")[0] in SECTIONS or key in OTHER_KEYS) and key not in SHARED_KEYS
 
 
 def split_config(config: ConfigDict) -> dict[str, tuple[float, ConfigDict]]:
-    """Return the weight and the complete configuration of each environment, by name.
+    """Return the weight and complete configuration of each environment, keyed by name.
 
     Raises:
         ValueError: A name, a weight, a key or a value is invalid.
@@ -50,7 +50,7 @@ def split_config(config: ConfigDict) -> dict[str, tuple[float, ConfigDict]]:
             )
         if not isinstance(values, Mapping):
             reject_value(section, values, "a mapping of keys, such as {'weight': 0.5}")
-        with name_environment(name):
+        with add_environment_to_errors(name):
             flat = flatten(values)
             weight = flat.pop("weight", 1.0)
             flat = parse_values(flat)
@@ -85,18 +85,18 @@ def split_environment_key(key: str) -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def name_environment(name: str) -> Iterator[None]:
-    """Name the environment in errors that the block raises; "" changes nothing."""
+def add_environment_to_errors(name: str) -> Iterator[None]:
+    """Add the environment's name to errors raised in the block; "" changes nothing."""
     try:
         yield
     except (ValueError, FileNotFoundError) as error:
         if not name or len(error.args) != 1:
             raise
-        raise type(error)(_name_in_text(str(error), name)) from error
+        raise type(error)(_qualify_keys(str(error), name)) from error
 
 
-def _name_in_text(text: str, name: str) -> str:
-    """Rename the config keys in a message to the environment's keys."""
+def _qualify_keys(text: str, name: str) -> str:
+    """Replace the config keys in a message with the environment's full keys."""
 
     def rename(match: re.Match[str]) -> str:
         section = f"config.environments.{name}." if is_environment_key(match[1]) else "config."

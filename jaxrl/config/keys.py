@@ -66,7 +66,7 @@ class Key:
     is_fixed: Callable[[ConfigDict], Any] | None = None
 
     def check(self, name: str, value: Any) -> None:
-        """Check the type, range and allowed values.
+        """Validate a value of the key: type, range and allowed values.
 
         ml_collections is too permissive: it accepts None for any type and a bool for a number.
 
@@ -142,7 +142,7 @@ def are_nonempty_strings(values: tuple[Any, ...]) -> bool:
 
 
 def reject_value(key: str, value: Any, expected: str) -> None:
-    """Raise a ValueError that states a key's value and the expected value."""
+    """Raise a ValueError with a key's value and the expected value."""
     raise ValueError(f"config.{key} is {value!r}; expected {expected}.")
 
 
@@ -164,7 +164,7 @@ class ExtraKeys:
     warnings: tuple[Rule, ...] = ()
 
     def get_section_keys(self, prefix: str) -> dict[str, Key]:
-        """Return the keys in a section. `prefix` may also be the name of a single key."""
+        """Return all keys in a section; `prefix` may also be a single key."""
         return {name: key for name, key in self.keys.items() if f"{name}.".startswith(f"{prefix}.")}
 
 

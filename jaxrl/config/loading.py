@@ -171,7 +171,7 @@ def coerce_to_default_type(value: Any, default: Any) -> Any:
 
 
 def parse_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert values by dotted key to the types of their defaults, and check them.
+    """Convert values to the types of their keys' defaults, and validate them.
 
     Raises:
         ValueError: A key is unknown, or its value is invalid.

@@ -52,21 +52,21 @@ def resolve(key: str, name: str, table: Mapping[str, Any], *, example: str) -> A
     folder = re.split("[.:]", path)[0]
     # Git may delete a folder's files but leave its `__pycache__`.
     if package == "jaxrl" and not (EXTRAS / folder / "__init__.py").exists():
-        raise _missing_extra_error(key, name, folder)
+        raise _make_missing_extra_error(key, name, folder)
     try:
         return _import_object(entry)
     except (Exception, SystemExit) as error:  # importing the module runs user code
         if package == "jaxrl" and isinstance(error, ModuleNotFoundError):
             *parents, folder = str(error.name).split(".")[:3]
             if parents == ["jaxrl", "extras"]:  # an extra that needs another
-                raise _missing_extra_error(key, name, folder) from error
+                raise _make_missing_extra_error(key, name, folder) from error
         hint = ""
         if isinstance(error, ModuleNotFoundError):
             hint = "; put its file next to the config file, or add its folder to PYTHONPATH"
         raise ValueError(f"config.{key} is {entry!r}: {format_failure(error)}{hint}.") from error
 
 
-def _missing_extra_error(key: str, name: str, folder: str) -> ValueError:
+def _make_missing_extra_error(key: str, name: str, folder: str) -> ValueError:
     return ValueError(
         f"config.{key} is {name!r}, which needs the missing folder jaxrl/extras/{folder}; "
         "restore the folder or choose another name."
@@ -122,11 +122,11 @@ def select_settings(section: Mapping[str, Any]) -> dict[str, Any]:
     """
     if is_dotted_path(section["name"]):
         return dict(section["settings"])
-    family = _find_family(section, section["name"])
+    family = _find_settings_subsection(section, section["name"])
     return dict(section[family]) if family else {}
 
 
-def _find_family(section: Mapping[str, Any], name: str) -> str:
+def _find_settings_subsection(section: Mapping[str, Any], name: str) -> str:
     families = [key for key in section if f"{name}_".startswith(f"{key}_")]
     return max(families, key=len, default="")
 
@@ -138,7 +138,7 @@ def check_settings(key: str, section: Mapping[str, Any], name: str) -> None:
         ValueError: `settings` is not empty. The message names the section to use instead.
     """
     if section["settings"] and not is_dotted_path(name):
-        family = _find_family(section, name)
+        family = _find_settings_subsection(section, name)
         hint = f"; its keys are in config.{key}.{family}" if family else ""
         raise ValueError(
             f"config.{key}.settings is {section['settings']!r}; expected {{}} with the built-in "
@@ -184,7 +184,7 @@ def _check_arguments(
 
 
 def resolve_aliases(config: ConfigDict, key: str, aliases: Mapping[str, Mapping[str, Any]]) -> None:
-    """Expand an alias in the config into the keys that it stands for.
+    """Expand an alias in the config into the keys and values that it stands for.
 
     Args:
         config: Configuration, changed in place.
@@ -225,7 +225,7 @@ def resolve_entry_points(config: ConfigDict) -> None:
 
 
 def resolve_reward_entry_points(config: ConfigDict, environment_parts: Iterable[str]) -> None:
-    """Replace entry-point names of rewards. The environment's reward parts take precedence."""
+    """Replace entry-point names of rewards, except names of the environment's reward parts."""
     for key in REWARD_KEYS:
         _replace_names(config, key, KEYS["reward.weights"].group, set(environment_parts))
 

@@ -86,7 +86,7 @@ def _are_mappings(values: dict[str, Any]) -> bool:
 
 
 def _is_k_schedule(pairs: tuple[Any, ...]) -> bool:
-    """Return True for pairs (step, k) of integers whose steps increase from 0, with k >= 1."""
+    """Return True for integer pairs (step, k) with k >= 1, whose steps increase from 0."""
     if not all(isinstance(item, tuple) and [type(n) for n in item] == [int, int] for item in pairs):
         return False
     steps = [step for step, _ in pairs]
@@ -153,8 +153,8 @@ def _define_task_keys(name: str, split: str) -> dict[str, Key]:
     }
 
 
-def _refer_to(section: str, keys: dict[str, Key]) -> dict[str, Key]:
-    """Replace the meanings of keys with references to the same keys of another section."""
+def _link_descriptions(section: str, keys: dict[str, Key]) -> dict[str, Key]:
+    """Replace the description of each key with a reference to the same key of another section."""
     return {
         name: replace(key, meaning=f"As `{section}.{name.rpartition('.')[2]}`.")
         for name, key in keys.items()
@@ -231,7 +231,7 @@ _ENTRIES: dict[str, Key] = {
         at_least=0),
     # ---------------------------------------------------------------- tasks and prompts
     **_define_task_keys("train", "train"),
-    **_refer_to("tasks.train", _define_task_keys("eval", "test")),
+    **_link_descriptions("tasks.train", _define_task_keys("eval", "test")),
     "tasks.eval.holdout": Key(0.0, "Held-out tasks from `tasks.train` instead: a fraction below "
         "1, or a count. `seed` and the questions select them.", at_least=0,
         is_valid=lambda v: v < 1 or v == int(v), expected="a fraction below 1, or a whole number"),
@@ -594,7 +594,7 @@ _ENTRIES: dict[str, Key] = {
     "sft.source": Key("", "JSONL of chats: `{'messages': [user, assistant, tool, assistant, …]}`."),
     "sft.num_steps": Key(100, "Optimizer steps of the `sft` stage.", above=0),
     "sft.batch_size": Key(32, "Demonstrations per step.", above=0),
-    **_refer_to("optimizer", _define_optimizer_keys("sft.optimizer")),
+    **_link_descriptions("optimizer", _define_optimizer_keys("sft.optimizer")),
     # ----------------------------------------------------------------------- evaluation
     "eval.every_steps": Key(0, "Steps between evaluations in training, in addition to "
         "those before the first and after the last step. 0: only those two.", at_least=0),
@@ -697,8 +697,8 @@ class Config(ConfigDict):
 
     _section = ""  # name of the section with a trailing dot
 
-    def with_section(self, section: str) -> Config:
-        """Set the section name used in error messages, and return self."""
+    def set_section(self, section: str) -> Config:
+        """Set the section name for error messages; return self."""
         object.__setattr__(self, "_section", f"{section}.")
         return self
 
@@ -791,7 +791,7 @@ def default_config() -> Config:
                 # In sections with mappings, ConfigDict must not convert these to sections.
                 prefix = ".".join(sections[:depth])
                 inner = Config(convert_dict=prefix not in _SECTIONS_WITH_MAPPINGS)
-                parent[section] = inner.with_section(prefix)
+                parent[section] = inner.set_section(prefix)
             parent = parent[section]
         default = placeholder(bool) if entry.default is None else entry.default
         parent[name] = dict(default) if isinstance(default, dict) else default
@@ -807,7 +807,7 @@ _SECTIONS_WITH_MAPPINGS = {key.rpartition(".")[0] for key in MAPPING_EXAMPLES}
 
 
 def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the values of a configuration or a nested mapping by dotted key.
+    """Flatten a configuration or nested mapping to a dict keyed by dotted key.
 
     Raises:
         ValueError: A key occurs twice, nested and with dots.

@@ -28,7 +28,6 @@ from jaxrl.data.readers.base import (
     Reader,
     Record,
     SequenceReader,
-    drop_nulls,
     find_files,
     reject_bytes,
     split_range,
@@ -37,6 +36,7 @@ from jaxrl.data.records import parse_task
 from jaxrl.data.stream import Mixture, Source
 from jaxrl.envs.base import Task
 from jaxrl.utils.callables import UserCodeError, format_failure, is_dotted_path
+from jaxrl.utils.json_io import drop_nulls
 
 MAX_CACHED_TASKS = 100_000
 """Maximum number of tasks in a source that is kept in memory."""

@@ -55,15 +55,6 @@ def read_positive_int(fields: Mapping[str, Any], name: str, source: str = "confi
     return value
 
 
-def drop_nulls(fields: dict[str, Any]) -> dict[str, Any]:
-    """Remove null fields, recursively."""
-    return {
-        name: drop_nulls(value) if isinstance(value, dict) else value
-        for name, value in fields.items()
-        if value is not None
-    }
-
-
 def canonicalize_activation(name: Any) -> Any:
     """Replace the alias "swish" with "silu"; return other activation names unchanged."""
     return "silu" if name == "swish" else name

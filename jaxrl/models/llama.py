@@ -11,13 +11,13 @@ from typing import Any
 
 from jaxrl.models.decoder import (
     check_supported,
-    drop_nulls,
     parse_common_fields,
     read_positive_int,
     reject_unsupported_features,
 )
 from jaxrl.models.defaults import fill_hf_defaults
 from jaxrl.models.qwen import QwenConfig
+from jaxrl.utils.json_io import drop_nulls
 
 
 @dataclass(frozen=True, kw_only=True)

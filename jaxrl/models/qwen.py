@@ -20,7 +20,6 @@ from jaxrl.models.architecture import MemoryTerms
 from jaxrl.models.decoder import (
     Decoder,
     check_supported,
-    drop_nulls,
     linear,
     linear_axes,
     parse_common_fields,
@@ -28,6 +27,7 @@ from jaxrl.models.decoder import (
 )
 from jaxrl.models.defaults import fill_hf_defaults
 from jaxrl.types import Params
+from jaxrl.utils.json_io import drop_nulls
 
 
 class MLP(nnx.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import os
 import shutil
 import socket
@@ -255,3 +256,9 @@ def lock_folder(folder: Path) -> Iterator[None]:
         finally:
             del _locked_folders[name]
             os.close(descriptor)
+
+
+def hash_file(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -62,3 +62,10 @@ def to_finite_float(value: Any) -> float | None:
         return float(value) if math.isfinite(value) else None
     except OverflowError:
         return None
+
+
+def drop_nulls(value: Any) -> Any:
+    """Remove null fields from all objects in a JSON value, recursively."""
+    if isinstance(value, dict):
+        return {name: drop_nulls(item) for name, item in value.items() if item is not None}
+    return [drop_nulls(item) for item in value] if isinstance(value, list) else value

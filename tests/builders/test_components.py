@@ -10,9 +10,9 @@ from configs import debug_tiny
 from jaxrl.builders.components import build_reply_schedule, filter_overlong_prompts
 from jaxrl.builders.environment import (
     build_environment,
-    build_random_searches,
-    build_search,
-    build_searches,
+    build_random_search_engines,
+    build_search_engine,
+    build_search_engines,
 )
 from jaxrl.config import default_config
 from jaxrl.envs.base import Episode, OutageError, Prompt, Task, Turn
@@ -172,7 +172,7 @@ def test_configured_reward_amounts_are_paid():
 
 
 def open_search(config, workdir=None):
-    return build_search(resolved(config), lambda _: None, workdir, lambda _: None)
+    return build_search_engine(resolved(config), lambda _: None, workdir, lambda _: None)
 
 
 def test_a_recording_answers_without_the_corpus(tmp_path):
@@ -218,7 +218,7 @@ def test_random_documents_are_drawn_while_a_recording_answers(tmp_path):
     config.search.replay, config.eval.final_suites = "only", ("sampled", "random_search")
     assert resolved(config).needs_live_engine  # whose documents are drawn
     search = open_search(config, tmp_path)
-    [drawn] = build_random_searches(resolved(config), {"": search}).values()
+    [drawn] = build_random_search_engines(resolved(config), {"": search}).values()
     assert search.run("bridge") == wanted
     result = drawn.run("bridge")
     assert result.count("Doc ") == 3
@@ -242,12 +242,12 @@ def test_environments_with_the_same_search_share_one_engine(tmp_path):
         "math": {"env.name": "math"},
     }
     c = resolved(config)
-    searches = build_searches(c, lambda _: None, None, lambda _: None)
+    searches = build_search_engines(c, lambda _: None, None, lambda _: None)
     assert [*searches] == ["first", "second", "other", "mock"]
     assert searches["first"] is searches["second"] is not searches["other"]
-    assert [*build_random_searches(c, searches)] == ["first", "second", "other"]
+    assert [*build_random_search_engines(c, searches)] == ["first", "second", "other"]
     with pytest.raises(ValueError, match="engine is 'empty', which has no documents"):
-        build_random_searches(c, {"mock": searches["mock"]})
+        build_random_search_engines(c, {"mock": searches["mock"]})
 
 
 def test_a_retriever_is_probed_without_recording(tmp_path):

@@ -3,8 +3,8 @@
 import pytest
 
 from jaxrl.config.environments import (
+    add_environment_to_errors,
     expand_environments,
-    name_environment,
     split_config,
     split_environment_key,
 )
@@ -56,7 +56,10 @@ def test_invalid_tables_are_refused(environments, message):
 
 def test_errors_name_the_key_of_the_environment():
     def error_of(text, name="math"):
-        with pytest.raises(ValueError, match=r"no keys|is") as caught, name_environment(name):
+        with (
+            pytest.raises(ValueError, match=r"no keys|is") as caught,
+            add_environment_to_errors(name),
+        ):
             raise ValueError(text)
         return str(caught.value)
 

@@ -15,7 +15,7 @@ from configs import debug_tiny
 from jaxrl.builders.environment import (
     build_environment,
     build_rewards,
-    build_search,
+    build_search_engine,
     build_tools,
 )
 from jaxrl.builders.resolved import resolve_names
@@ -146,7 +146,7 @@ def build_episodes(config):
     """Return the environment, the reward function and the first task of a configuration."""
     validate(config)
     c = resolve_names(config)
-    env = build_environment(c, build_search(c, print, None, print), build_tools(c, print))
+    env = build_environment(c, build_search_engine(c, print, None, print), build_tools(c, print))
     return env, build_rewards(c, None, print), open_tasks(c.task_sources["train"], print)[0]
 
 

@@ -265,13 +265,6 @@ def to_json_value(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__}")
 
 
-def drop_nulls(value: Any) -> Any:
-    """Remove null fields from all objects in a JSON value, recursively."""
-    if isinstance(value, dict):
-        return {name: drop_nulls(item) for name, item in value.items() if item is not None}
-    return [drop_nulls(item) for item in value] if isinstance(value, list) else value
-
-
 def split_range(count: int, size: int) -> Iterable[range]:
     """Split `range(count)` into consecutive ranges of at most `size` indices."""
     return (range(start, min(start + size, count)) for start in range(0, count, size))

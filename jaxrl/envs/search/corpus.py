@@ -19,6 +19,7 @@ from typing import Any
 
 from jaxrl.envs.base import ToolError
 from jaxrl.envs.search.base import Document
+from jaxrl.utils.files import hash_file
 from jaxrl.utils.json_io import read_object
 from jaxrl.utils.jsonl import read_objects
 from jaxrl.utils.paths import suggest_path
@@ -237,9 +238,3 @@ def compute_corpus_digest(corpus: Path, index_dir: Path) -> str:
             temp_path.write_text(json.dumps(cache | {key: digest}, indent=1), encoding="utf-8")
             temp_path.replace(index_dir / _DIGEST_CACHE)
     return digest
-
-
-def hash_file(file: Path) -> str:
-    """Return the SHA-256 of a file."""
-    with open(file, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -10,8 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.builders.components import build_processor, open_all_tasks, read_model_and_tokenizer
-from jaxrl.builders.environment import build_environment, build_search, build_tools
+from jaxrl.builders.components import (
+    build_image_processor,
+    open_all_tasks,
+    read_model_and_tokenizer,
+)
+from jaxrl.builders.environment import build_environment, build_search_engine, build_tools
 from jaxrl.builders.method import build_from_section
 from jaxrl.builders.resolved import NO_ENGINE, ResolvedConfig
 from jaxrl.data.tasks import hash_questions
@@ -68,7 +72,7 @@ def audit(
     tools = build_tools(c, log)
     env = build_environment(c, None if c.search.engine == NO_ENGINE else EmptySearch(), tools)
     limits = build_from_section(TokenLimits, c.rollout)
-    processor = build_processor(c, tokenizer, architecture)
+    processor = build_image_processor(c, tokenizer, architecture)
     names = {source.environment for sources in c.task_sources.values() for source in sources}
     rollout = BaseRollout(dict.fromkeys(names, env), tokenizer, limits, processor=processor)
     has_known_forms = not (is_dotted_path(c.env.name) or is_dotted_path(c.env.search.protocol))
@@ -91,7 +95,7 @@ def audit(
     elif c.needs_live_engine:
         engine_name = f"config.search.engine={c.search.engine!r}"
         log(f"{engine_name} names no corpus file: answers are not looked up in documents")
-    engine = build_search(c, show, None, log).engine if c.needs_live_engine else None
+    engine = build_search_engine(c, show, None, log).engine if c.needs_live_engine else None
     for name, tasks in samples.items():
         add, is_checked = statistics[name].__setitem__, [bool(group) for group in phrases[name]]
         add("no answer to look for", count_flags([not x for x in is_checked], tasks))

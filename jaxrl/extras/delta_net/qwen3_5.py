@@ -34,7 +34,6 @@ from jaxrl.models.decoder import (
     SCALE_AXES,
     Angles,
     Attention,
-    drop_nulls,
     linear,
     linear_axes,
     read_positive_int,
@@ -47,6 +46,7 @@ from jaxrl.models.layers import Mixer, Stacks
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.models.recurrence import State, StateSpecs
 from jaxrl.types import Params
+from jaxrl.utils.json_io import drop_nulls
 
 MODEL_TYPES = ("qwen3_5", "qwen3_5_text")
 """`model_type` of a model with a vision tower, which is not used, and of a text model."""

@@ -39,7 +39,6 @@ from jaxrl.extras.experts.routing import ROUTED_EXPERTS, RoutingResults
 from jaxrl.models.architecture import FusedTensor, KernelCheck, MemoryTerms
 from jaxrl.models.aux_arrays import AuxArrays, TokenArraySpec
 from jaxrl.models.decoder import (
-    drop_nulls,
     linear,
     project,
     read_positive_int,
@@ -49,6 +48,7 @@ from jaxrl.models.layers import Stacks
 from jaxrl.models.qwen import MLP, QwenConfig
 from jaxrl.runtime.compilation import join_keys
 from jaxrl.types import Params
+from jaxrl.utils.json_io import drop_nulls
 
 _MLP = "model.layers.{}.mlp."
 _EXPERT = _MLP + "experts.{}."

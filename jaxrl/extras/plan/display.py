@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from jaxrl.builders.capacity import choose_unit, format_bytes
+from jaxrl.builders.capacity import choose_byte_unit, format_bytes
 from jaxrl.extras.plan.advice import Suggestion
 from jaxrl.extras.plan.memory import USABLE_SHARE, Plan
 
@@ -24,7 +24,7 @@ def format_plan(plan: Plan, advice: Sequence[Suggestion], num_needed: int | None
     title = f"one of {target.num_devices} {target.platform} devices{processes} ({mesh})"
     table = Table(title=title)
     table.add_column("part")
-    unit, scale = choose_unit(plan.peak)
+    unit, scale = choose_byte_unit(plan.peak)
     table.add_column(unit, justify="right")
     for phase in plan.phases:
         table.add_row(f"[bold]{phase.name}[/bold]", f"[bold]{phase.peak / scale:.2f}[/bold]")

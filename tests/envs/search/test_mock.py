@@ -5,7 +5,7 @@ import json
 import pytest
 
 from configs import debug_tiny
-from jaxrl.builders.environment import build_search
+from jaxrl.builders.environment import build_search_engine
 from jaxrl.builders.fingerprints import compute_search_fingerprints
 from jaxrl.builders.validation import validate
 
@@ -20,7 +20,7 @@ def mock(**settings):
 
 
 def search(config):
-    return build_search(validate(config), print, None, print)
+    return build_search_engine(validate(config), print, None, print)
 
 
 @pytest.mark.parametrize("is_file", [False, True])

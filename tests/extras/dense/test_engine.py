@@ -149,7 +149,9 @@ def test_the_configuration_names_the_engine_and_its_settings(tmp_path, corpus, e
     config.search.engine = "dense"
     settings = {"corpus": str(corpus), "encoder": str(ENCODER), "index": str(tmp_path), **PREFIXES}
     config.search.dense.update(settings)
-    built = environment._build_engine(resolve_names(config), lambda _: None, lambda _: None)
+    built = environment._instantiate_search_engine(
+        resolve_names(config), lambda _: None, lambda _: None
+    )
     assert built.run_batch(QUERIES) == engine.run_batch(QUERIES)
 
 
