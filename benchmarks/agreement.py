@@ -52,7 +52,7 @@ from jaxrl.sampling import next_token
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.training.policy_loss import make_policy_loss
-from jaxrl.training.update import GradientStep, put_batch
+from jaxrl.training.update import GradientStep, shard_batch
 from tests.extras.experts.brute import brute_force as brute_force_groups
 from tests.models.attention.brute import (
     brute_force,
@@ -345,7 +345,7 @@ def compute_gradient(device: Any, dtype: str) -> list[np.ndarray]:
         policy, make_policy_loss(build_method(resolve_names(default_config(), needs_data=False)))
     )
     params = jax.device_put(init_cpu_params(), device)
-    sums = compute(params, put_batch(mesh, packed.batch), packed)
+    sums = compute(params, shard_batch(mesh, packed.batch), packed)
     return [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(sums.gradients)]
 
 

@@ -57,7 +57,7 @@ OLD_POSITION = {
     "sampled_stats": "tried",
 }
 """Names in older revisions of fields in a checkpoint's position, by current name."""
-NEW_FIELDS = ("num_failed", "result_index", "micro_rows", "sizes_in_use")
+NEW_FIELDS = ("num_failed", "result_index", "micro_rows", "compiled_sizes", "sizes_in_use")
 """Fields of records and positions that older revisions do not write."""
 
 

@@ -46,14 +46,14 @@ from jaxrl.sampling.demonstrations import Demonstration
 from jaxrl.training.optimizer import make_optimizer
 from jaxrl.training.packing import (
     BatchShape,
-    Item,
     PackedBatch,
+    SequenceSize,
     fit_rows,
     omit_shared_prompts,
-    pack,
+    pack_sequences,
 )
 from jaxrl.training.policy_loss import make_policy_loss
-from jaxrl.training.update import UpdateStep, init_state, put_batch
+from jaxrl.training.update import UpdateStep, init_state, shard_batch
 from jaxrl.types import TrainState
 
 
@@ -123,7 +123,7 @@ def simulate_padding(work: Work, num_shards: int = 1) -> dict[str, float]:
             shape = make_shape()
             work = dataclasses.replace(work, new_tokens=int(rng.integers(longest // 8, longest)))
         items = [
-            Item(length=length, prompt=index // work.group_size, num_shared=num_shared)
+            SequenceSize(length=length, prompt=index // work.group_size, num_shared=num_shared)
             for index, length in enumerate(draw_lengths(rng, work).tolist())
         ]
         for variant in (dataclasses.replace(shape, sizes=None), shape):
@@ -171,7 +171,7 @@ def make_batch(sequences: Sequence[Demonstration], work: Work, num_shards: int =
     )
     advantages = np.random.default_rng(1).normal(size=len(sequences)).astype(np.float32)
     weights = token_weights([item.loss_mask for item in sequences], token_mean)
-    return pack(
+    return pack_sequences(
         sequences,
         advantages,
         shape,
@@ -205,7 +205,7 @@ def start(
     update = UpdateStep(policy, make_policy_loss(method), optimizer)
     state = init_state(common.init_random_params(model, mesh), mesh, model.architecture, optimizer)
     packed = make_batch(make_sequences(model, work), work, num_batch_shards(mesh))
-    batch = put_batch(mesh, packed.batch)
+    batch = shard_batch(mesh, packed.batch)
 
     def run(state: TrainState) -> TrainState:
         state, metrics = update(state, batch, packed)

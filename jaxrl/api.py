@@ -63,7 +63,7 @@ from jaxrl.training.reference_kl import compute_logprobs
 from jaxrl.training.run_state import RunState
 from jaxrl.training.update import ScoreStep
 from jaxrl.training.usage import UsageStats
-from jaxrl.training.watch import Rollback, UnsoundError
+from jaxrl.training.watch import CollapseError, Rollback
 from jaxrl.types import (
     Draw,
     Group,
@@ -197,7 +197,7 @@ def train(
             workdir is invalid.
         KeyboardInterrupt: The user interrupted the run. Completed steps are saved, and the same
             call resumes. A second interrupt stops immediately, without saving.
-        OutageError, NothingWorksError, BudgetSpentError, UnsoundError, NotEnoughGroupsError,
+        OutageError, AllEpisodesFailedError, BudgetSpentError, CollapseError, NotEnoughGroupsError,
             UserCodeError, UnreadableError, CheckpointError: See `jaxrl.run.run`.
     """
     return _run(
@@ -381,7 +381,7 @@ class Trainer:
             try:
                 yield
                 is_interrupted = self._should_stop()
-            except (*FATAL_ERRORS, UnsoundError, Interrupted) as error:
+            except (*FATAL_ERRORS, CollapseError, Interrupted) as error:
                 self._save()
                 if not isinstance(error, Interrupted):
                     raise
@@ -652,7 +652,7 @@ class Trainer:
         if loss is not None:
             probe_loss(loss)
         with self._handle_stops():
-            return _add_short_names(self._begin_step().update(groups, loss))
+            return _add_metric_aliases(self._begin_step().update(groups, loss))
 
     def accumulate_gradients(
         self, groups: Sequence[Group], *, loss: Callable[..., Any] | None = None
@@ -675,7 +675,7 @@ class Trainer:
             ValueError: There is no accumulated gradient.
         """
         with self._handle_stops():
-            return _add_short_names(self._open_learner.apply_gradients())
+            return _add_metric_aliases(self._open_learner.apply_gradients())
 
     def finish_step(self) -> dict[str, Any]:
         """Write and return the record of the last update, after running any evaluation that is due.
@@ -683,7 +683,7 @@ class Trainer:
         Saves a checkpoint every `checkpoint.every_steps` steps.
         """
         with self._handle_stops():
-            return _add_short_names(self._finish(self._open_learner.finish_step))
+            return _add_metric_aliases(self._finish(self._open_learner.finish_step))
 
     def step(self, tasks: Sequence[Task] | None = None) -> dict[str, Any]:
         """Run a complete step and return its record.
@@ -698,7 +698,7 @@ class Trainer:
             learner.run_state.check_budget()
             groups = learner.collect() if tasks is None else learner.rollout(tasks)
             learner.update(learner.compute_advantages(groups))
-            return _add_short_names(self._finish(learner.finish_step))
+            return _add_metric_aliases(self._finish(learner.finish_step))
 
     def _finish(self, finish_step: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Finish a step; on a rollback, return to the earlier checkpoint (`watch.action`)."""
@@ -804,7 +804,7 @@ SHORT_NAMES = {
 """Short names of metrics in results of `Trainer`: the first that is present."""
 
 
-def _add_short_names(metrics: dict[str, Any]) -> dict[str, Any]:
+def _add_metric_aliases(metrics: dict[str, Any]) -> dict[str, Any]:
     short = {
         name: next((metrics[full] for full in names if full in metrics), None)
         for name, names in SHORT_NAMES.items()

@@ -203,9 +203,9 @@ def _run(
     from jaxrl.runtime.preemption import Interrupted
     from jaxrl.runtime.watchdog import watchdog
     from jaxrl.training.collect import NotEnoughGroupsError
-    from jaxrl.training.failures import NothingWorksError
+    from jaxrl.training.failures import AllEpisodesFailedError
     from jaxrl.training.usage import BudgetSpentError
-    from jaxrl.training.watch import UnsoundError
+    from jaxrl.training.watch import CollapseError
     from jaxrl.utils.callables import UserCodeError
 
     with contextlib.ExitStack() as stack:
@@ -233,9 +233,9 @@ def _run(
             run_stages(should_stop)
         except (Interrupted, BudgetSpentError) as error:
             sys.exit(EXIT_INTERRUPTED if isinstance(error, Interrupted) else EXIT_BUDGET_SPENT)
-        except (NothingWorksError, OutageError) as error:
+        except (AllEpisodesFailedError, OutageError) as error:
             _exit_with_code(error, EXIT_UNAVAILABLE)
-        except UnsoundError as error:
+        except CollapseError as error:
             _exit_with_code(error, EXIT_UNHEALTHY)
         except (
             CheckpointError,

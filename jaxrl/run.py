@@ -38,7 +38,7 @@ from jaxrl.training.run_state import Components, Progress, RunState
 from jaxrl.training.settings import Settings
 from jaxrl.training.update import init_state, state_shardings
 from jaxrl.training.usage import BudgetSpentError, UsageStats
-from jaxrl.training.watch import Rollback, UnsoundError
+from jaxrl.training.watch import CollapseError, Rollback
 from jaxrl.types import Params
 from jaxrl.utils.callables import UserCodeError
 
@@ -73,10 +73,11 @@ def run(
 
     Raises:
         Interrupted: `should_stop` returned True. Completed steps are saved.
-        NothingWorksError: Every episode failed in several consecutive batches, or in an evaluation.
+        AllEpisodesFailedError: Every episode of several consecutive batches or of an evaluation
+            failed.
         OutageError: The environment's server has been unreachable for too long.
         BudgetSpentError: The run has spent its budget.
-        UnsoundError: A sign of collapse ended the run. The step with the sign is saved.
+        CollapseError: A sign of collapse ended the run. The step with the sign is saved.
         NotEnoughGroupsError: Too few groups passed the filter.
         UserCodeError: User code failed in a step. Earlier steps are saved.
         UnreadableError: An image in a demonstration or checkpoint cannot be read.
@@ -146,7 +147,7 @@ def evaluate_step(
     Raises:
         Interrupted: `should_stop` returned True.
         CheckpointError: There is no such checkpoint, or it is damaged.
-        NothingWorksError, OutageError, BudgetSpentError: See `run`.
+        AllEpisodesFailedError, OutageError, BudgetSpentError: See `run`.
     """
     # The metrics log discards its records, and no rollback applies.
     checkpointer = Checkpointer(
@@ -219,7 +220,7 @@ def run_stages(run_state: RunState) -> bool:
     except Rollback as decision:
         roll_back(run_state, decision)
         return False
-    except (*FATAL_ERRORS, UnsoundError, Interrupted) as error:
+    except (*FATAL_ERRORS, CollapseError, Interrupted) as error:
         run_state.save_progress()
         if isinstance(error, Interrupted):
             saved = f"saved after {progress.label}; repeat the command to resume"

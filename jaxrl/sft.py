@@ -17,9 +17,9 @@ from jaxrl.runtime import distributed
 from jaxrl.runtime.compilation import interruptible
 from jaxrl.runtime.preemption import Interrupted
 from jaxrl.runtime.sharding import num_batch_shards
-from jaxrl.training.packing import pack
+from jaxrl.training.packing import pack_sequences
 from jaxrl.training.run_state import RunState
-from jaxrl.training.update import put_batch
+from jaxrl.training.update import shard_batch
 from jaxrl.types import Batch, Params
 
 SFT_DISPLAY_METRICS = {
@@ -42,7 +42,7 @@ def sft(run_state: RunState, params: Params) -> Params:
     # Create the training state, or restore it in the middle of the stage.
     state = run_state.state = run_state.init_or_restore_state(params)
     stream = Stream(components.demonstrations, seed=run_state.settings.seed)
-    shape = replace(stage.shape, sizes=(sizes_in_use := replace(progress.sizes_in_use)))
+    shape = replace(stage.shape, sizes=(compiled_sizes := replace(progress.compiled_sizes)))
     num_shards = num_batch_shards(components.mesh)
     run_state.display.start(
         "sft", progress.stage_step, num_steps, every_steps=run_state.settings.log_every_steps
@@ -56,14 +56,14 @@ def sft(run_state: RunState, params: Params) -> Params:
         weights = token_weights(
             [demonstration.loss_mask for demonstration in demonstrations], token_mean
         )
-        packed = pack(
+        packed = pack_sequences(
             demonstrations,
             np.ones(batch_size),
             shape,
             token_fields={"token_weights": weights},
             num_shards=num_shards,
         )
-        batch = put_batch(components.mesh, packed.batch)
+        batch = shard_batch(components.mesh, packed.batch)
         # Update. Reading the metrics waits for the devices, so `step_s` includes the update.
         with interruptible(run_state.should_stop):
             state, update_metrics = stage.update(state, batch, packed)
@@ -73,7 +73,7 @@ def sft(run_state: RunState, params: Params) -> Params:
         # Advance the progress, log, and save if due. `RunState.end_stage` saves the last step.
         progress.step, progress.stage_step = progress.step + 1, progress.stage_step + 1
         progress.items_taken += batch_size
-        progress.sizes_in_use = replace(sizes_in_use)
+        progress.compiled_sizes = replace(compiled_sizes)
         record = {
             "sft/loss": metrics["sft/nll_loss"],
             "sft/entropy": metrics["sft/entropy"],

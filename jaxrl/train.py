@@ -48,11 +48,11 @@ from jaxrl.training.interfaces import FinishTokenLog
 from jaxrl.training.method import Method, needs_divergences
 from jaxrl.training.minibatches import (
     compute_trajectory_filter_metrics,
-    cut_minibatches,
+    divide_into_minibatches,
     make_minibatches,
     select_trained_trajectories,
     shard_minibatches,
-    split_groups,
+    split_by_num_sequences,
 )
 from jaxrl.training.packing import PackedBatch
 from jaxrl.training.policy_loss import make_update_step
@@ -63,8 +63,8 @@ from jaxrl.training.update import ScoreStep, UpdateStep
 from jaxrl.training.usage import UsageStats
 from jaxrl.training.watch import (
     ACTIONS,
+    CollapseError,
     Rollback,
-    UnsoundError,
     check_step,
     resolve_action,
     rollback_target,
@@ -124,8 +124,8 @@ class Learner:
         """Set the stage, and create the functions that are compiled for its shape."""
         run_state, components, method = self.run_state, self.run_state.components, self.method
         # `update` stores the sizes in the progress, so a repeated step starts with the same.
-        self._sizes_in_use = dataclasses.replace(run_state.progress.sizes_in_use)
-        shape = dataclasses.replace(stage.shape, sizes=self._sizes_in_use)
+        self._compiled_sizes = dataclasses.replace(run_state.progress.compiled_sizes)
+        shape = dataclasses.replace(stage.shape, sizes=self._compiled_sizes)
         self.stage = stage = dataclasses.replace(stage, shape=shape)
         self.score = ScoreStep(components.model, temperature=method.temperature)
         self._kl_fn = make_kl_fn(self.score, components.mesh, stage.shape, method)
@@ -393,7 +393,7 @@ class Learner:
                 break
             except jax.errors.JaxRuntimeError as error:
                 # The first optimizer step donates the state, so nothing can be repeated after it.
-                rows = 0 if self.is_partial else self._smaller_micro_rows
+                rows = 0 if self.is_partial else self._reduced_micro_rows
                 if not (rows and is_out_of_memory(error)):
                     raise
             # Outside of the handler, so that the arrays of the failed update are freed.
@@ -406,7 +406,7 @@ class Learner:
         return self._complete_update(groups, *results[:2], policy_version, results[2])
 
     @property
-    def _smaller_micro_rows(self) -> int:
+    def _reduced_micro_rows(self) -> int:
         """Half the rows of a micro-batch, at least one per shard; 0 if they must not shrink.
 
         Another process of a job may not have run out of memory, so a job of several ends.
@@ -448,7 +448,7 @@ class Learner:
                 may_stop = run_state.should_stop if not update_metrics else lambda: False
                 with interruptible(may_stop):
                     gradients = self._compute_gradients(pieces, update, method)
-                    if not update_metrics and self._smaller_micro_rows:
+                    if not update_metrics and self._reduced_micro_rows:
                         # Errors of devices may arrive late, after the state has been donated.
                         jax.block_until_ready(gradients.sums)
                     self.is_partial = True
@@ -564,9 +564,9 @@ class Learner:
         assert self._controllers is not None
         single = dataclasses.replace(method.optimizer, num_minibatches=1)
         minibatches = []
-        for part in cut_minibatches(groups, method.optimizer.num_minibatches):
+        for part in divide_into_minibatches(groups, method.optimizer.num_minibatches):
             pieces = []
-            for piece_groups in split_groups(part, self.stage.shape.num_sequences):
+            for piece_groups in split_by_num_sequences(part, self.stage.shape.num_sequences):
                 [packed] = make_minibatches(
                     piece_groups,
                     self.stage.shape,
@@ -625,7 +625,7 @@ class Learner:
         progress.step, progress.stage_step = progress.step + 1, progress.stage_step + 1
         progress.value = None
         progress.num_learned += has_learned(update_metrics) and stage.settings.lr > 0
-        progress.sizes_in_use = dataclasses.replace(self._sizes_in_use)
+        progress.compiled_sizes = dataclasses.replace(self._compiled_sizes)
         trajectories = flatten_groups(groups)
         failed = collected and describe_failures(collected.sampled_stats)
         reasons = [
@@ -722,7 +722,7 @@ class Learner:
         run_state.metrics_log.write(progress.step, "train", record | mark)
         self.is_partial = False
         self._begin_step()
-        act_on_signs(run_state)
+        handle_collapse_signs(run_state)
         # `end` saves the last step. If patience ran out, the stage ends with the best checkpoint,
         # so this step is saved only if it is the best.
         if not is_last and (is_best or (run_state.is_checkpoint_due and not is_early)):
@@ -802,12 +802,12 @@ def update_gate(run_state: RunState, eval_metrics: Mapping[str, float]) -> None:
     )
 
 
-def act_on_signs(run_state: RunState) -> None:
+def handle_collapse_signs(run_state: RunState) -> None:
     """Report the step's signs of collapse and apply `watch.action`.
 
     Raises:
         Rollback: The action is `roll_back`.
-        UnsoundError: The action is `stop`, or no rollback is possible.
+        CollapseError: The action is `stop`, or no rollback is possible.
     """
     progress, watch = run_state.progress, run_state.components.method.watch
     signs = progress.watched.acting
@@ -827,7 +827,7 @@ def act_on_signs(run_state: RunState) -> None:
     scale = progress.watched.lr_scale * watch.lr_factor
     progress.watched = dataclasses.replace(progress.watched, acting=())
     if action == "stop":
-        raise UnsoundError(
+        raise CollapseError(
             f"config.watch.action ends the run at train step {progress.stage_step}, which is "
             f"saved: {worst['name']}: {worst['text']} The same command resumes there."
         )

@@ -153,7 +153,7 @@ class Trajectory:
         if self.custom_advantages is not None:
             return self.custom_advantages
         if self.turn_advantages is None:
-            return np.full(len(self.token_ids), self.require("advantage"), np.float32)
+            return np.full(len(self.token_ids), self.require_field("advantage"), np.float32)
         return np.array(self.turn_advantages, np.float32)[self.token_turns]
 
     @property
@@ -202,7 +202,7 @@ class Trajectory:
         texts = [turn.error for turn in self.turns if turn.error]
         return "" if self.is_scored else texts[-1] if texts else "no error message"
 
-    def require(self, name: str) -> Any:
+    def require_field(self, name: str) -> Any:
         """Return the value of a field that the step must have computed, such as `divergence`.
 
         Raises:

@@ -35,7 +35,7 @@ from jaxrl.models.recurrence import make_recur
 from jaxrl.objectives.aggregation import AGGREGATIONS, token_weights
 from jaxrl.runtime.sharding import num_batch_shards
 from jaxrl.training.estimators import AdvantageEstimator
-from jaxrl.training.packing import PackedBatch, compute_logit_capacities, pack
+from jaxrl.training.packing import PackedBatch, compute_logit_capacities, pack_sequences
 from jaxrl.training.policy_loss import make_policy_loss
 from jaxrl.training.update import GradientStep
 
@@ -209,7 +209,7 @@ def pack_all(sequences, shape, *, aggregation="token-mean", scale=None, counted=
         values = [getattr(sequence, name) for sequence in sequences]
         if all(value is not None for value in values):
             fields[name] = values
-    return pack(sequences, advantages, shape, token_fields=fields, num_shards=num_shards)
+    return pack_sequences(sequences, advantages, shape, token_fields=fields, num_shards=num_shards)
 
 
 def scatter(batch, values):

@@ -40,7 +40,7 @@ from jaxrl.training.update import (
     ScoreStep,
     UpdateStep,
     init_state,
-    put_batch,
+    shard_batch,
 )
 from tests.helpers import (
     NUM_TOKENS,
@@ -218,7 +218,7 @@ def check_sampled_logprobs(score, params, mesh, samples, bound):
     """Check the logprobs of sampled sequences against the training pass of one device."""
     shape = BatchShape(num_micro=3, micro_rows=8, row_tokens=64)
     packed = pack_all([replace(sequence, token_arrays={}) for sequence in samples], shape)
-    scored = score(params, put_batch(mesh, packed.batch), packed)
+    scored = score(params, shard_batch(mesh, packed.batch), packed)
     gaps = [
         np.abs(gather(packed.batch, scored, i) - sequence.rollout_logprobs)[sequence.loss_mask]
         for i, sequence in enumerate(samples)
@@ -342,7 +342,7 @@ def train(mesh, params, config=TINY):
     if config.num_experts:
         sequences, token_arrays = with_random_experts(sequences), config.recorded_specs
     packed = pack_all(sequences, replace(SHAPE, token_arrays=token_arrays))
-    batch = put_batch(mesh, packed.batch)
+    batch = shard_batch(mesh, packed.batch)
     logprobs = score(params, batch, packed)
     copies = jax.device_put(jax.tree.map(np.array, params), param_shardings(mesh, config))
     state = init_state(copies, mesh, config, optimizer)  # donates the copies
@@ -439,7 +439,9 @@ def adapt(mesh, params):
     )
     adapter_params = jax.device_put(adapter_params, param_shardings(mesh, trained))
     packed = pack_all(random_sequences(LENGTHS), SHAPE)
-    sums = GradientStep(model, policy_loss())(adapter_params, put_batch(mesh, packed.batch), packed)
+    sums = GradientStep(model, policy_loss())(
+        adapter_params, shard_batch(mesh, packed.batch), packed
+    )
     prepare = partial(adapter.weights_for_decoding, dtype=jnp.float32)
     converter = WeightConverter(prepare, adapter, mesh=mesh, train_mesh=mesh, scan_layers=True)
     policy = model.merge(adapter_params)
@@ -574,7 +576,7 @@ def check_images(meshes=IMAGE_MESHES):
         packed = packed_in(shape, sequences() * 2, advantages, num_shards=num_batch_shards(mesh))
         kernels = select_kernels("xla", mesh, config)
         model = Model(config, mesh, num_tokens=96, attention=kernels, remat="names")
-        batch = put_batch(mesh, packed.batch)
+        batch = shard_batch(mesh, packed.batch)
         params_on_mesh = jax.device_put(params, param_shardings(mesh, config))
         step = GradientStep(model, weighted)
         sums = step(params_on_mesh, batch, packed)
@@ -640,7 +642,7 @@ def check_gradient(sizes, config):
     for mesh in (mesh_of(complete()), mesh_of(sizes)):
         model = build_model(mesh, config, remat="none")
         params = jax.device_put(tiny_params(config), param_shardings(mesh, config))
-        batch = put_batch(mesh, packed.batch)
+        batch = shard_batch(mesh, packed.batch)
         loss = policy_loss(loss={"entropy_coef": 0.01, "clip_high": 0.3})
         sums = GradientStep(model, loss, entropy_gradient=True)(params, batch, packed)
         logprobs = ScoreStep(model, temperature=1.0)(params, batch, packed)
@@ -667,7 +669,7 @@ def compute_with_float32_head(config, sizes):
     )
     shape = BatchShape(num_micro=1, micro_rows=2, row_tokens=44)
     packed = pack_all(random_sequences([13, 44, 24]), shape)
-    batch = put_batch(mesh, packed.batch)
+    batch = shard_batch(mesh, packed.batch)
     logprobs = ScoreStep(model, temperature=1.0)(params, batch, packed)
     sums = GradientStep(model, policy_loss())(params, batch, packed)
     results = jax.device_get((logits[..., :NUM_TOKENS], logprobs, sums.gradients))

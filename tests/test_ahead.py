@@ -14,7 +14,7 @@ from jaxrl.logs.display import Display
 from jaxrl.runtime.checkpoint import list_steps
 from jaxrl.runtime.preemption import Interrupted
 from jaxrl.sampling.interfaces import SamplingConfig, Seeds
-from jaxrl.training.collect import draw
+from jaxrl.training.collect import draw_tasks
 from jaxrl.training.settings import STAGES
 from jaxrl.types import flatten_groups
 from tests.helpers import build, settings_of
@@ -116,7 +116,7 @@ def test_groups_are_sampled_by_the_weights_before_the_last_update(
         prefetched = serialization.deserialize_groups(saved["prefetched"]["groups"])
         parts.engine.set_weights(params)
         size = config.rollout.tasks_per_step
-        draws, _ = draw(Stream(parts.tasks, seed=config.seed), saved["items_taken"], size)
+        draws, _ = draw_tasks(Stream(parts.tasks, seed=config.seed), saved["items_taken"], size)
         sampling = SamplingConfig(
             group_size=config.rollout.group_size,
             temperature=config.rollout.temperature,

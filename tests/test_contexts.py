@@ -26,8 +26,8 @@ from jaxrl.sampling.demonstrations import encode_demonstration
 from jaxrl.sampling.episodes import TokenLimits
 from jaxrl.sampling.observations import encode_observation
 from jaxrl.training.minibatches import with_loss_mask
-from jaxrl.training.packing import BatchShape, make_items, pack, select_tokens
-from jaxrl.training.reference_kl import unpack
+from jaxrl.training.packing import BatchShape, compute_sequence_sizes, pack_sequences, select_tokens
+from jaxrl.training.reference_kl import unpack_sequences
 from jaxrl.types import Columns
 from tests.choices import (
     LOSSES,
@@ -242,7 +242,7 @@ def test_the_trainer_reads_what_the_sampler_read(player, rollouts, shares_prompt
     trajectories = rollouts["drop_observations"]
     advantages = np.ones(len(trajectories), np.float32)
     shape = BatchShape(num_micro=6, micro_rows=1, row_tokens=1024, shares_prompts=shares_prompts)
-    packed = pack(trajectories, advantages, shape)
+    packed = pack_sequences(trajectories, advantages, shape)
     assert (packed.num_shared > 0) == shares_prompts
     mesh = one_device_mesh()
     kernels, num_tokens = select_kernels("xla", mesh, SMALL), player.tokenizer.num_tokens
@@ -253,7 +253,9 @@ def test_the_trainer_reads_what_the_sampler_read(player, rollouts, shares_prompt
     score = jax.jit(lambda params, batch: model.token_logprobs(params, batch, temperature=1.0)[0])
     values = np.stack([score(params, micro) for micro in micros])
     values = np.pad(values, ((0, 6 - len(values)), (0, 0), (0, 0)))
-    for trajectory, scored in zip(trajectories, unpack(packed, values, trajectories), strict=True):
+    for trajectory, scored in zip(
+        trajectories, unpack_sequences(packed, values, trajectories), strict=True
+    ):
         mask = trajectory.loss_mask
         np.testing.assert_allclose(scored[mask], trajectory.rollout_logprobs[mask], atol=2e-4)
         assert not scored[~mask].any()
@@ -386,7 +388,7 @@ def test_every_token_is_packed_with_what_it_read(seed, shares_prompts):
     members = random_sequences(rng.integers(8, 30, 6).tolist(), seed=seed)
     members = cut_at_random(sharing_prompts(members, [6, 4]), rng)
     shape = BatchShape(num_micro=8, micro_rows=1, row_tokens=128, shares_prompts=shares_prompts)
-    packed = pack(members, np.ones(len(members), np.float32), shape)
+    packed = pack_sequences(members, np.ones(len(members), np.float32), shape)
     batch = packed.batch
     key_ranges = np.asarray(
         compute_key_ranges(*(jnp.asarray(x[:, 0]) for x in (batch.segment_ids, batch.positions)))
@@ -410,13 +412,15 @@ def test_every_token_is_packed_with_what_it_read(seed, shares_prompts):
             assert matching
             num_seen[number][[begin + len(read) - 1 for begin in matching]] += 1
             assert batch.positions[row, 0, t] == len(read) - 1
-    for member, count, item in zip(members, num_seen, make_items(members, shape), strict=True):
+    for member, count, item in zip(
+        members, num_seen, compute_sequence_sizes(members, shape), strict=True
+    ):
         assert (count[member.loss_mask] > 0).all()
         selected, _ = select_tokens(member, item, 0)
         assert member.loss_mask.sum() == member.loss_mask[selected].sum()
     assert batch.loss_mask.sum() == sum(int(member.loss_mask.sum()) for member in members)
     for values, member in zip(
-        unpack(packed, batch.rollout_logprobs, members), members, strict=True
+        unpack_sequences(packed, batch.rollout_logprobs, members), members, strict=True
     ):
         mask = member.loss_mask
         np.testing.assert_array_equal(values[mask], member.rollout_logprobs[mask])
@@ -494,4 +498,4 @@ def test_a_model_that_reads_images_has_one_context():
     shape = BatchShape(num_micro=1, micro_rows=1, row_tokens=64, tower=tower)
     [sequence] = random_sequences([40])
     with pytest.raises(ValueError, match=r"config\.rollout\.context\.name to 'none'"):
-        make_items([cut(sequence, [20])], shape)
+        compute_sequence_sizes([cut(sequence, [20])], shape)

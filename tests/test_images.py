@@ -45,7 +45,7 @@ from jaxrl.extras.vision.processor import BlankProcessor, HFImageProcessor
 from jaxrl.logs.records import build_trajectory_record
 from jaxrl.logs.writers import write_images
 from jaxrl.sampling.demonstrations import read_demonstrations
-from jaxrl.sampling.episodes import BaseRollout, StartError, TokenLimits
+from jaxrl.sampling.episodes import BaseRollout, EpisodeStartError, TokenLimits
 from jaxrl.types import Draw, Group
 from tests.episodes import ANSWER, make_trajectory
 from tests.helpers import resolved
@@ -462,7 +462,9 @@ class TestEpisodes:
         with pytest.raises(UnreadableImageError, match=r"'t7': .*the model does not support image"):
             make_rollout(None).prompt_fits(task)
         rollout = make_rollout(processor)
-        with pytest.raises(StartError, match="'t7' has 1 images, but its chat has 0 marks <image>"):
+        with pytest.raises(
+            EpisodeStartError, match="'t7' has 1 images, but its chat has 0 marks <image>"
+        ):
             rollout.prompt_fits(dataclasses.replace(task, question="What?"))
         (tmp_path / "a.png").write_bytes(encoded(drawn())[:200])
         assert rollout.prompt_fits(task)  # which only needs the size

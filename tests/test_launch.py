@@ -25,7 +25,7 @@ from jaxrl.models.hf_weights import open_tensors
 from jaxrl.models.registry import read_architecture
 from jaxrl.runtime.preemption import Interrupted
 from jaxrl.runtime.resume import read_record
-from jaxrl.training.failures import NothingWorksError
+from jaxrl.training.failures import AllEpisodesFailedError
 from jaxrl.training.usage import BudgetSpentError
 from jaxrl.utils.callables import UserCodeError
 from tests.helpers import as_nobody
@@ -364,7 +364,7 @@ def test_an_outage_has_its_own_exit_code(launched, capfd, tmp_path):
         record_start = arguments[-1]
         assert not (workdir / "config.json").exists()  # nothing is restored yet
         record_start()
-        raise NothingWorksError("every episode failed: no route to host")
+        raise AllEpisodesFailedError("every episode failed: no route to host")
 
     assert launched(run) == 69
     outputs = capfd.readouterr()

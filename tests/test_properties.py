@@ -22,7 +22,7 @@ from jaxrl.objectives.advantages import ESTIMATORS
 from jaxrl.runtime.sharding import make_mesh, param_shardings
 from jaxrl.training.controllers import Controllers
 from jaxrl.training.minibatches import make_minibatches
-from jaxrl.training.packing import BatchShape, Item, balance_rows
+from jaxrl.training.packing import BatchShape, SequenceSize, balance_rows
 from jaxrl.training.policy_loss import make_policy_loss
 from jaxrl.training.update import GradientStep
 from jaxrl.types import Batch, replace_fields
@@ -218,7 +218,7 @@ def test_packing_order_padding_micro_batches_and_balance_change_no_gradient(choi
 )
 def test_rows_are_balanced_over_devices(sizes, num_shards, per_shard):
     rows, micro_rows = [[(i, 0)] for i in range(len(sizes))], num_shards * per_shard
-    items = [Item(length=size, prompt=i) for i, size in enumerate(sizes)]
+    items = [SequenceSize(length=size, prompt=i) for i, size in enumerate(sizes)]
     got, loads = balance_rows(rows, items, micro_rows, num_shards)
     assert sorted(i for row in got for i, _ in row) == list(range(len(sizes)))
     assert len(got) == -(-len(rows) // micro_rows) * micro_rows

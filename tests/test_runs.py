@@ -19,7 +19,7 @@ from jaxrl.extras.view import report
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.runtime.checkpoint import MANIFEST, list_steps, restore_params
-from jaxrl.training.failures import NothingWorksError
+from jaxrl.training.failures import AllEpisodesFailedError
 from jaxrl.training.packing import MAX_SIZES
 from jaxrl.types import flatten_groups, replace_fields
 from tests.helpers import UPDATE_PROGRAMS, build, settings_of
@@ -144,7 +144,7 @@ def test_each_program_is_compiled_once(base, parts):
         counts = [r["perf/num_compilations/update"] for r in stage]
         assert counts == sorted(counts)
         position = base / "checkpoints" / str(step) / "position" / "metadata"
-        sizes = json.loads(position.read_text(encoding="utf-8"))["sizes_in_use"]["sizes"]
+        sizes = json.loads(position.read_text(encoding="utf-8"))["compiled_sizes"]["sizes"]
         assert 1 <= len(sizes) <= MAX_SIZES
         assert counts[-1] <= UPDATE_PROGRAMS * len(sizes)
     # The sampler's when they are first needed, each at most once.
@@ -275,7 +275,9 @@ def test_steps_of_only_environment_errors_change_nothing_and_end_the_run(
     # One more step is one too many; so is it at a restart, until the reason is gone.
     config.num_steps = 3
     for _ in range(2):
-        with pytest.raises(NothingWorksError, match=r"batches in a row .*: no route to host\."):
+        with pytest.raises(
+            AllEpisodesFailedError, match=r"batches in a row .*: no route to host\."
+        ):
             resume(workdir)
         assert [record["step"] for record in records(workdir)] == [0, 1, 2]
     is_reachable = True
@@ -283,7 +285,7 @@ def test_steps_of_only_environment_errors_change_nothing_and_end_the_run(
     assert [record["outcome/environment_error"] for record in records(workdir)[3:]] == [0]
     # An evaluation of which every episode failed is no result.
     is_reachable, config.stages, config.eval.final_suites = False, ("evaluate",), ("sampled",)
-    with pytest.raises(NothingWorksError, match=r"of the evaluation \(.*: no route to host\."):
+    with pytest.raises(AllEpisodesFailedError, match=r"of the evaluation \(.*: no route to host\."):
         resume(workdir)
     assert records(workdir)[-1]["stage"] == "evaluate"
     assert (workdir / "eval" / "evaluate_3.json").exists()

@@ -25,7 +25,7 @@ from jaxrl.training.controllers import Controllers
 from jaxrl.training.gradients import AccumulatedGradients
 from jaxrl.training.minibatches import make_minibatches
 from jaxrl.training.policy_loss import make_policy_loss
-from jaxrl.training.update import GradientStep, put_batch
+from jaxrl.training.update import GradientStep, shard_batch
 from jaxrl.types import Group, flatten_groups
 from jaxrl.utils.callables import NamedFunction
 from tests.helpers import no_file_beyond, with_devices
@@ -477,7 +477,7 @@ def test_accumulated_gradients_are_those_of_one_large_minibatch(trainer, monkeyp
         groups, replace(shape, num_micro=2 * shape.num_micro), method, controllers=Controllers()
     )
     gradient = GradientStep(model, make_policy_loss(method), temperature=method.temperature)
-    batch = put_batch(model.mesh, packed.batch)
+    batch = shard_batch(model.mesh, packed.batch)
     expected = jax.device_get(gradient(learner.state.params, batch, packed).gradients)
 
     # The same groups in two calls, the second of which has two pieces.

@@ -17,7 +17,7 @@ from jaxrl.extras.vision.processor import HFImageProcessor
 from jaxrl.logs.records import build_trajectory_record
 from jaxrl.logs.writers import write_images
 from jaxrl.sampling.demonstrations import read_demonstrations
-from jaxrl.sampling.episodes import BaseRollout, StartError, TokenLimits
+from jaxrl.sampling.episodes import BaseRollout, EpisodeStartError, TokenLimits
 from jaxrl.types import Draw, Group
 from tests.episodes import make_trajectory
 from tests.images import PAD, VIDEO_PAD, drawn, encoded, save_processor, video_tokenizer
@@ -179,7 +179,7 @@ def test_tokens_of_videos_count_toward_the_limit(processor, tmp_path):
         rollout = make_rollout(processor, max_image_tokens=limit, overlong_prompts="drop")
         assert rollout.prompt_fits(task) == fits
     changed = dataclasses.replace(task, question="<image>What?")
-    with pytest.raises(StartError, match="its chat has 0 marks <video>; expected <video>"):
+    with pytest.raises(EpisodeStartError, match="its chat has 0 marks <video>; expected <video>"):
         make_rollout(processor).prompt_fits(changed)
 
 

@@ -20,7 +20,12 @@ from jaxrl.envs.rewards.rules import check_weights
 from jaxrl.envs.search_env import SearchEnv, build_protocol, check_protocol
 from jaxrl.logs.eval_summary import TOTAL_REWARD
 from jaxrl.objectives.filters import KEYS as FILTER_KEYS
-from jaxrl.training.method import has_stage_gate, needs_buckets, needs_divergences, needs_windows
+from jaxrl.training.method import (
+    has_stage_gate,
+    needs_divergences,
+    uses_difficulty_buckets,
+    uses_entropy_windows,
+)
 from jaxrl.utils.callables import UserCodeError, format_failure, is_dotted_path
 
 Finding = tuple[str, str]
@@ -168,7 +173,7 @@ def _find_unused_keys(c: ResolvedConfig) -> Iterator[Finding]:
     prices = [*c.ledger.prices.values()]
     if endpoint:
         prices += [endpoint.prompt_price, endpoint.completion_price]
-    has_windows = needs_windows(shaping, kl)
+    has_windows = uses_entropy_windows(shaping, kl)
     has_gate = has_stage_gate(shaping)
     window_keys = "shaping.entropy_reward, kl.low_factor or kl.second_chance"
     # Columns: keys, whether the run reads them, and the condition under which it does.
@@ -194,7 +199,7 @@ def _find_unused_keys(c: ResolvedConfig) -> Iterator[Finding]:
         ("shaping.trigger_words", has_windows, f"{window_keys} is set"),
         (
             "shaping.bootstrap_tasks",
-            has_windows or needs_buckets(shaping, kl),
+            has_windows or uses_difficulty_buckets(shaping, kl),
             f"{window_keys} or kl.controller='budget' is set",
         ),
         ("rollout.context.max_tokens", c.has_contexts, "rollout.context.name is set"),

@@ -157,7 +157,7 @@ def compute_kl_metrics(
 ) -> dict[str, float]:
     """Return the KL coefficient and the measured KL divergence, in nats per token."""
     return {
-        "actor/kl_coef": controllers.kl_coef(kl),
+        "actor/kl_coef": controllers.get_kl_coef(kl),
         "actor/kl_measured": mean([value for _, value in compute_mean_divergences(groups)]),
     }
 
@@ -183,7 +183,7 @@ def compute_window_metrics(groups: Sequence[Group], controllers: Controllers) ->
     if controllers.buckets is None:
         return metrics
     for name in BUCKETS:
-        in_bucket = [t for t in scored if controllers.bucket(t.task_id) == name]
+        in_bucket = [t for t in scored if controllers.get_bucket(t.task_id) == name]
         metrics[f"difficulty/{name}/share"] = len(in_bucket) / max(len(scored), 1)
         metrics[f"difficulty/{name}/response_length"] = mean([t.num_sampled for t in in_bucket])
         if controllers.threshold is not None:
@@ -215,7 +215,7 @@ def collect_sample_fields(
                 sample["entropy_percentile_thresholds"] = windows.percentile if has_level else None
                 sample["high_entropy_threshold"] = controllers.entropy_threshold
             if controllers.buckets is not None:
-                sample["difficulty"] = controllers.bucket(trajectory.task_id)
+                sample["difficulty"] = controllers.get_bucket(trajectory.task_id)
             if controllers.coefficients is not None:
                 name = sample["difficulty"]
                 targets, alphas = controllers.coefficients.targets, controllers.coefficients.alphas

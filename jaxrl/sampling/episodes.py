@@ -114,7 +114,7 @@ RewardFn = Callable[[Sequence[Sequence[ScoredEpisode]]], list[list[Reward | Base
 """Function from the scored episodes of each task to their rewards, or to errors."""
 
 
-class StartError(ValueError):
+class EpisodeStartError(ValueError):
     """Error for a task with which the environment cannot start an episode."""
 
 
@@ -162,8 +162,8 @@ class BaseRollout:
             try:
                 prompt = self._encode_prompt(draw.task)
                 if isinstance(images, UnreadableImageError):
-                    raise StartError(f"task {draw.task.id!r}: {images}")
-            except StartError as error:
+                    raise EpisodeStartError(f"task {draw.task.id!r}: {images}")
+            except EpisodeStartError as error:
                 failure, images = str(error), ()
             for sample_index in range(group_size):
                 sample = Sample(
@@ -189,7 +189,7 @@ class BaseRollout:
             ValueError: The prompt is empty, or it is too long and may not be dropped or truncated
                 (images are never truncated).
             UnreadableImageError: An image cannot be read.
-            StartError: The environment has no prompt for the task.
+            EpisodeStartError: The environment has no prompt for the task.
         """
         prompt = self.render_prompt(task)
         fits = len(prompt) <= self.prompt_limit and not self._exceeds_image_limit(prompt)
@@ -257,7 +257,8 @@ class BaseRollout:
 
         Raises:
             UnreadableImageError: An image cannot be read.
-            StartError: The environment has no prompt for the task, or its prompt omits an image.
+            EpisodeStartError: The environment has no prompt for the task, or the prompt omits an
+                image.
         """
         messages = self._start_episode(task)
         tools = self._tools[task.environment]
@@ -285,7 +286,11 @@ class BaseRollout:
         )
 
     def _start_episode(self, task: Task) -> Sequence[Message]:
-        """Return an episode's first messages, with image placeholders, or raise `StartError`."""
+        """Return an episode's first messages, with image placeholders.
+
+        Raises:
+            EpisodeStartError: The environment raised or returned an invalid prompt.
+        """
         env = self._get_env(task)
         try:
             [messages] = env.start([task])
@@ -294,12 +299,12 @@ class BaseRollout:
             raise
         except BaseException as error:
             where = f"{type(env).__name__}.start of task {task.id!r}"
-            raise StartError(f"{where}: {format_error(error)}") from error
+            raise EpisodeStartError(f"{where}: {format_error(error)}") from error
         expected = [picture.tag for picture in task.images]
         parts = [p for m in messages for p in split_at_tags(m["content"], {*expected})]
         marks = [part for part in parts if part in expected]
         if expected != marks:
-            raise StartError(
+            raise EpisodeStartError(
                 f"task {task.id!r} has {len(expected)} images, but its chat has {len(marks)} marks "
                 f"{' '.join(sorted({*expected}))}; expected {' '.join(expected)}. See "
                 f"config.prompt and {type(env).__name__}.start."

@@ -1,4 +1,4 @@
-"""Collect a step's groups: take tasks, roll out, shape rewards, filter.
+"""Collect the groups of a step: draw tasks, roll out, shape rewards, filter.
 
 All processes make the same decisions, because each process sees the trajectories of all processes,
 in task order.
@@ -23,7 +23,7 @@ from jaxrl.sampling.interfaces import RolloutFunction, SamplingConfig
 from jaxrl.training import rewards
 from jaxrl.training.controllers import Controllers, SkipSet
 from jaxrl.training.estimators import compute_returns
-from jaxrl.training.failures import FailureCounter, NothingWorksError, shorten
+from jaxrl.training.failures import AllEpisodesFailedError, FailureCounter, truncate_to_line
 from jaxrl.training.method import Method
 from jaxrl.training.usage import BudgetSpentError, UsageStats
 from jaxrl.types import (
@@ -47,7 +47,7 @@ class NotEnoughGroupsError(ValueError):
 
 FATAL_ERRORS = (
     NotEnoughGroupsError,
-    NothingWorksError,
+    AllEpisodesFailedError,
     OutageError,
     UserCodeError,
     BudgetSpentError,
@@ -108,7 +108,7 @@ class StepSampler:
     call_records: list[CallRecord] = field(default_factory=list)  # tool calls so far
 
     def sample(self, draws: Sequence[Draw]) -> list[Group]:
-        """Sample a group for each draw, and return the groups that are complete.
+        """Sample a group for each draw; return the complete groups.
 
         Raises:
             BudgetSpentError: The run has spent its budget.
@@ -126,7 +126,7 @@ class StepSampler:
         return groups
 
     def sample_with_retries(self, draws: Sequence[Draw], attempts: int) -> tuple[list[Group], int]:
-        """Sample groups, and resample those that have neither a positive reward nor an abstention.
+        """Sample groups; resample groups with neither a positive reward nor an abstention.
 
         BAPO (https://arxiv.org/abs/2601.11037): each attempt replaces the complete group, and the
         last attempt is used regardless of its rewards.
@@ -180,7 +180,7 @@ def collect(
         failures: Counter of failed batches, which also logs warnings.
 
     Raises:
-        NothingWorksError: See `FailureCounter.record_batch`.
+        AllEpisodesFailedError: See `FailureCounter.record_batch`.
         OutageError: A service that the environment needs has been unavailable for too long.
         NotEnoughGroupsError: Too few groups passed in `filter.max_batches` batches.
     """
@@ -203,14 +203,14 @@ def collect(
         if settings.unfinished_tasks or sampler.unfinished:
             num_new = settings.unfinished_tasks - len(sampler.unfinished)
             count = max(num_wanted - len(accepted) + num_new, 0)
-        draws, num_tasks_taken = draw(stream, num_tasks_taken, count, controllers.skipped)
+        draws, num_tasks_taken = draw_tasks(stream, num_tasks_taken, count, controllers.skipped)
         groups, num_retried = sampler.sample_with_retries([*sampler.unfinished, *draws], attempts)
         failures.record_batch(flatten_groups(groups))
         # The filter uses shaped rewards.
         shaped = rewards.shape_rewards(groups, method.shaping, is_late=controllers.is_late)
         if settings.uses_kl_penalty:
             shaped = add_divergences(shaped)
-        accepted += _filter_groups(shaped, groups, method, controllers.kl_coef(method.kl))
+        accepted += _filter_groups(shaped, groups, method, controllers.get_kl_coef(method.kl))
         sampled_stats += map(GroupStats.compute, shaped)
         num_batches += 1
         num_resampled += num_retried
@@ -230,7 +230,7 @@ def collect(
     return CollectedGroups(
         groups=accepted[:num_wanted],
         buffered_groups=carried_groups,
-        in_flight_tasks=[draw.stream_index for draw in sampler.unfinished],
+        in_flight_tasks=[draw_tasks.stream_index for draw_tasks in sampler.unfinished],
         num_tasks_taken=num_tasks_taken,
         sampled_stats=sampled_stats,
         ledger=sampler.usage,
@@ -252,13 +252,13 @@ _WARN_EVERY = 10
 """Number of batches in one step between warnings that groups are missing."""
 
 
-def draw(
+def draw_tasks(
     stream: Stream[Task] | FixedTasks[Task],
     num_tasks_taken: int,
     count: int,
     skipped: SkipSet | None = None,
 ) -> tuple[list[Draw], int]:
-    """Take the next `count` tasks that are not skipped; also return the new `num_tasks_taken`.
+    """Return the next `count` tasks that are not skipped, and the new `num_tasks_taken`.
 
     Raises:
         NotEnoughGroupsError: All tasks are skipped.
@@ -287,7 +287,7 @@ def _describe_kinds(sampled_stats: Sequence[GroupStats]) -> str:
     kinds = Counter(group.kind for group in sampled_stats)
     counts = [(kinds[kind], kind.replace("_", " ")) for kind in GROUP_KINDS if kinds[kind]]
     shares = ", ".join(f"{count} {name}" for count, name in counts)
-    error = next((shorten(group.error) for group in sampled_stats if group.error), "")
+    error = next((truncate_to_line(group.error) for group in sampled_stats if group.error), "")
     return shares + (f" (the first environment error: {error})" if error else "")
 
 
@@ -300,7 +300,7 @@ def describe_failures(sampled_stats: Sequence[GroupStats]) -> str | None:
     total = failed + sum(group.num_scored for group in sampled_stats)
     if failed in (0, total):
         return None
-    error = next(shorten(group.error) for group in sampled_stats if group.error)
+    error = next(truncate_to_line(group.error) for group in sampled_stats if group.error)
     return f"{failed} of {total} episodes ended in an environment error; the first: {error}"
 
 

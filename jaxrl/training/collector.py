@@ -29,7 +29,7 @@ from jaxrl.training.usage import UsageStats
 
 @dataclass(kw_only=True)
 class Collector:
-    """Collector of each step's groups, either when the step starts or one step ahead.
+    """Collector of the groups of each step, when the step starts or one step ahead.
 
     Prefetched groups use the weights from before the current step's update, and the controllers
     that `update_controllers` returned in that step. The step's evaluation updates the stage gate
@@ -43,7 +43,7 @@ class Collector:
     has_warned: bool = False  # True after the warning about idle devices
 
     def get_groups(self, policy_version: int) -> CollectedGroups:
-        """Return the groups for the current step: prefetched groups, or else new samples."""
+        """Return the groups for the current step: prefetched, if available, or newly sampled."""
         run_state, progress = self.run_state, self.run_state.progress
         if self.failure is not None:
             raise self.failure
@@ -58,7 +58,7 @@ class Collector:
     def sample(
         self, tasks: Sequence[Task], *, first: int, group_size: int, policy_version: int
     ) -> CollectedGroups:
-        """Sample a group for each given task in the current step, without a filter.
+        """Sample a group for each of `tasks` in the current step, without a filter.
 
         `first` is the stream index of the first task, and seeds the samples.
         """

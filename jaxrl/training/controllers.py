@@ -26,9 +26,9 @@ from jaxrl.training.method import (
     Method,
     ShapingSettings,
     has_stage_gate,
-    needs_buckets,
     needs_divergences,
-    needs_windows,
+    uses_difficulty_buckets,
+    uses_entropy_windows,
 )
 from jaxrl.types import (
     EntropyWindows,
@@ -46,7 +46,7 @@ KL_BUDGETS: Mapping[str, float] = {"easy": 0.05, "medium": 0.1, "hard": 0.2}
 def grade_difficulty(
     num_correct: int, num_samples: int, *, min_accuracies: Sequence[float] = (2 / 3, 1 / 3)
 ) -> str:
-    """Grade a task by its accuracy: easy or medium from `min_accuracies`, else hard.
+    """Return a task's difficulty: easy or medium from the accuracies `min_accuracies`, else hard.
 
     ARES (https://arxiv.org/abs/2510.08457). Division rounds correctly, so 2 of 3 reaches 2/3.
     """
@@ -141,7 +141,7 @@ class KLBudget:
         budgets: Mapping[str, float] = KL_BUDGETS,
         rate: float = 0.01,
     ) -> KLBudget:
-        """Set multipliers to `max(0, multiplier + rate * (kl - budget))` in measured buckets.
+        """Set measured buckets' multipliers to `max(0, multiplier + rate * (kl - budget))`.
 
         ARES (https://arxiv.org/abs/2510.08457). The multiplier scales the configured coefficient;
         the released code multiplies the previous coefficient instead.
@@ -162,7 +162,7 @@ class KLBudget:
 
 @dataclass(frozen=True)
 class StageGate:
-    """Stage gate, which ends the early stage of training when correctness stops rising."""
+    """Gate that ends the early stage of training when correctness stops rising."""
 
     best: float | None = None  # best validation so far; None before the first
     tolerance: int = 0  # number of validations below the best validation at that time
@@ -275,7 +275,7 @@ class EntropyThreshold:
         percentile: float = 95.0,
         decay: float = 0.99,
     ) -> EntropyThreshold:
-        """Move the threshold toward the median over samples of their window-entropy percentile.
+        """Move the threshold toward the samples' median window-entropy percentile.
 
         The first estimate becomes the value. Later estimates update it to
         `decay * value + (1 - decay) * estimate`. Samples that have no windows are ignored, as are
@@ -356,10 +356,10 @@ class Controllers:
         coefficients = EntropyCoefficients(dict.fromkeys(BUCKETS, shaping.alpha_init))
         return cls(
             gate=StageGate() if has_stage_gate(shaping) else None,
-            threshold=EntropyThreshold() if needs_windows(shaping, kl) else None,
-            buckets=DifficultyBuckets() if needs_buckets(shaping, kl) else None,
+            threshold=EntropyThreshold() if uses_entropy_windows(shaping, kl) else None,
+            buckets=DifficultyBuckets() if uses_difficulty_buckets(shaping, kl) else None,
             coefficients=coefficients if shaping.entropy_reward else None,
-            kl=_init_kl(kl) if needs_divergences(kl) else None,
+            kl=_init_kl_controller(kl) if needs_divergences(kl) else None,
             skipped=SkipSet() if method.filter.skip_solved else None,
         )
 
@@ -384,11 +384,11 @@ class Controllers:
         """Threshold in nats at or above which a window entropy counts as high; None if unknown."""
         return None if self.threshold is None else self.threshold.value
 
-    def bucket(self, task_id: str) -> str:
+    def get_bucket(self, task_id: str) -> str:
         """Return the difficulty of a task; hard if it is unknown."""
         return "hard" if self.buckets is None else self.buckets.buckets.get(task_id, "hard")
 
-    def kl_coef(self, kl: KLSettings) -> float:
+    def get_kl_coef(self, kl: KLSettings) -> float:
         """Return the current KL coefficient: the configured value unless a controller adapts it."""
         return self.kl.coef if isinstance(self.kl, AdaptiveKL | LogKL) else kl.coef
 
@@ -404,7 +404,7 @@ class Controllers:
         return flatten_dict({"controller": active}, sep="/")
 
 
-def _init_kl(kl: KLSettings) -> AdaptiveKL | LogKL | KLBudget | None:
+def _init_kl_controller(kl: KLSettings) -> AdaptiveKL | LogKL | KLBudget | None:
     match kl.controller:
         case "adaptive":
             return AdaptiveKL(kl.coef)
@@ -422,7 +422,7 @@ def update_controllers(
     method: Method,
     is_trigger: np.ndarray | None,
 ) -> tuple[Controllers, list[Group]]:
-    """Update the controllers from a step's groups; return them, and the groups with `windows`.
+    """Update the controllers from a step's groups; also return the groups, with `windows` set.
 
     The step trains with the KL coefficient from before this call: otherwise a divergence would
     determine the coefficient of its own penalty. All other updated states apply to this step.
@@ -460,7 +460,7 @@ def update_controllers(
     # Update the threshold from scored trajectories, then mark the windows of all trajectories.
     if controllers.threshold is not None:
         trajectories = flatten_groups(groups)
-        entropies = [_window_entropy(t, shaping.entropy_window) for t in trajectories]
+        entropies = [_compute_window_entropy(t, shaping.entropy_window) for t in trajectories]
         pairs = list(zip(trajectories, entropies, strict=True))
         threshold = updated["threshold"] = controllers.threshold.update(
             [values[valid] for trajectory, (values, valid) in pairs if trajectory.is_scored],
@@ -468,7 +468,8 @@ def update_controllers(
             decay=shaping.entropy_decay,
         )
         windows = [
-            _mark_windows(t, *pair, threshold.value, is_trigger, shaping) for t, pair in pairs
+            _make_entropy_windows(t, *pair, threshold.value, is_trigger, shaping)
+            for t, pair in pairs
         ]
         groups = replace_fields(groups, windows=windows)
     after = dataclasses.replace(controllers, **updated)
@@ -480,7 +481,7 @@ def update_controllers(
                 mean([t.windows.num_high for t in group.scored_trajectories if t.windows])
                 for group in scored
             ],
-            [after.bucket(group.task_id) for group in scored],
+            [after.get_bucket(group.task_id) for group in scored],
             rate=shaping.alpha_step,
             max_alpha=shaping.alpha_max,
         )
@@ -495,7 +496,7 @@ def update_controllers(
         case KLBudget() as budget:
             by_bucket: dict[str, list[float]] = {}
             for task_id, value in divergences:
-                by_bucket.setdefault(after.bucket(task_id), []).append(value)
+                by_bucket.setdefault(after.get_bucket(task_id), []).append(value)
             means = {name: mean(values) for name, values in by_bucket.items()}
             updated["kl"] = budget.update(means, **kl.budget)
     return dataclasses.replace(controllers, **updated), groups
@@ -517,7 +518,7 @@ def update_stage_gate(
     return dataclasses.replace(controllers, gate=updated)
 
 
-def _window_entropy(trajectory: Trajectory, window: int) -> tuple[np.ndarray, np.ndarray]:
+def _compute_window_entropy(trajectory: Trajectory, window: int) -> tuple[np.ndarray, np.ndarray]:
     values, valid = window_entropy(
         trajectory.rollout_entropies[None],
         trajectory.loss_mask[None],
@@ -527,7 +528,7 @@ def _window_entropy(trajectory: Trajectory, window: int) -> tuple[np.ndarray, np
     return np.asarray(values[0], np.float32), np.asarray(valid[0])
 
 
-def _mark_windows(
+def _make_entropy_windows(
     trajectory: Trajectory,
     values: np.ndarray,
     valid: np.ndarray,
@@ -535,7 +536,7 @@ def _mark_windows(
     is_trigger: np.ndarray | None,
     shaping: ShapingSettings,
 ) -> EntropyWindows:
-    """Return a trajectory's windows, marking those that reach `entropy_threshold` as high."""
+    """Build a trajectory's windows; those that reach `entropy_threshold` are high."""
     is_high = high_window_entropy_mask(values[None], valid[None], threshold=entropy_threshold)[0]
     if is_trigger is not None:
         is_high = is_high & is_trigger[trajectory.token_ids]

@@ -17,10 +17,10 @@ from jaxrl.utils.callables import UserCodeError, wrap_user_code
 
 
 class AdvantageEstimator:
-    """Configured advantage estimator. Trajectories with environment errors get 0."""
+    """Configured advantage estimator. Advantages are 0 after environment errors."""
 
     def __init__(self, advantage: AdvantageSettings, seed: int):
-        """Prepare the estimator, which compiles on first use. Estimators that sample use `seed`."""
+        """Prepare the estimator, which compiles on first use. Stochastic estimators use `seed`."""
         self._advantage, self._seed = advantage, seed
         estimator, function = advantage.estimator, advantage.estimator.function
         names = self._arrays = estimator.arguments
@@ -39,7 +39,7 @@ class AdvantageEstimator:
         )
         self._function = wrap_user_code(estimator.key, estimator.name, compiled)
 
-    def scheduled_settings(self, stage_step: int) -> dict[str, Any]:
+    def get_scheduled_settings(self, stage_step: int) -> dict[str, Any]:
         """Return the values of scheduled settings after `stage_step` steps of the stage."""
         settings = {}
         for name, pairs in self._advantage.schedules.items():
@@ -70,7 +70,7 @@ class AdvantageEstimator:
         arrays = [
             offered[name]() if name in offered else getattr(columns, name) for name in self._arrays
         ]
-        settings = {**self._advantage.estimator.settings, **self.scheduled_settings(stage_step)}
+        settings = {**self._advantage.estimator.settings, **self.get_scheduled_settings(stage_step)}
         advantages = np.asarray(self._function(*arrays, **settings), np.float32)
         if advantages.shape != shape or not np.isfinite(advantages).all():
             raise UserCodeError(
@@ -95,12 +95,12 @@ class AdvantageEstimator:
 
     def metrics(self, stage_step: int) -> dict[str, float]:
         """Return the scheduled settings as metrics."""
-        settings = self.scheduled_settings(stage_step)
+        settings = self.get_scheduled_settings(stage_step)
         return {f"advantage/{name}": value for name, value in settings.items()}
 
 
 def compute_returns(columns: Columns, advantage: AdvantageSettings) -> np.ndarray:
-    """Compute the return from each turn onward [N, K]; without `by_turn`, the rewards [N, 1]."""
+    """Compute the return from each turn onward [N, K], or the rewards [N, 1] if not `by_turn`."""
     if not advantage.by_turn:
         return columns.rewards[:, None]
     rest, turns = columns.outcome_rewards, columns.turn_rewards

@@ -1,4 +1,4 @@
-"""Detect and explain steps that learn nothing."""
+"""Detection and explanation of steps that learn nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _REMEDY = (
 )
 
 
-class NothingWorksError(RuntimeError):
+class AllEpisodesFailedError(RuntimeError):
     """Error raised when all episodes of consecutive batches or of an evaluation fail."""
 
 
@@ -32,10 +32,10 @@ class FailureCounter:
     num_batches: int
 
     def record_batch(self, batch: Sequence[Trajectory]) -> None:
-        """Count a batch if every episode in it failed; otherwise, reset the counter.
+        """Increment the counter if every episode of a batch failed; otherwise, reset it.
 
         Raises:
-            NothingWorksError: The limit is reached.
+            AllEpisodesFailedError: The limit is reached.
         """
         if any(trajectory.is_scored for trajectory in batch):
             self.num_batches = 0
@@ -47,7 +47,7 @@ class FailureCounter:
             f"error; the first: {error}"
         )
         if 0 < self.limit <= self.num_batches:
-            raise NothingWorksError(
+            raise AllEpisodesFailedError(
                 f"every episode of {self.num_batches} batches in a row "
                 f"(config.rollout.max_failed_steps) ended in an environment error; the last "
                 f"batch's first: {error}. {_REMEDY}"
@@ -60,10 +60,10 @@ class FailureCounter:
             errors: First error of each suite in which every episode failed.
 
         Raises:
-            NothingWorksError: `errors` is not empty, and the limit is not 0.
+            AllEpisodesFailedError: `errors` is not empty, and the limit is not 0.
         """
         if errors and self.limit:
-            raise NothingWorksError(
+            raise AllEpisodesFailedError(
                 f"every episode of the evaluation ({', '.join(errors)}) ended in an environment "
                 f"error; the first: {next(iter(errors.values()))}. {_REMEDY}"
             )
@@ -71,17 +71,17 @@ class FailureCounter:
 
 def first_error(trajectories: Iterable[Trajectory]) -> str:
     """Return the first environment error as one short line, or ""."""
-    return next((shorten(t.error) for t in trajectories if not t.is_scored), "")
+    return next((truncate_to_line(t.error) for t in trajectories if not t.is_scored), "")
 
 
-def shorten(text: str) -> str:
+def truncate_to_line(text: str) -> str:
     """Shorten text to a single line of at most about `_MAX_ERROR_CHARS` characters."""
     line = " ".join(escape_control_chars(text).split())
     return line if len(line) <= _MAX_ERROR_CHARS else f"{line[:_MAX_ERROR_CHARS]} …"
 
 
 def has_learned(update_metrics: Sequence[Mapping[str, Metric]]) -> bool:
-    """Return True if any update of a step had a gradient and was applied."""
+    """Return True if any optimizer step had a nonzero gradient and was applied."""
     return any(
         0 < float(m["grad_norm"].value) < math.inf and not m["skipped"].value
         for m in update_metrics
@@ -91,7 +91,7 @@ def has_learned(update_metrics: Sequence[Mapping[str, Metric]]) -> bool:
 def explain_no_learning(
     trajectories: Sequence[Trajectory], update_metrics: Sequence[Mapping[str, Metric]]
 ) -> str | None:
-    """Explain why a step learned nothing; None if it learned or all answers were correct.
+    """Explain why a step learned nothing; return None if it learned or all answers were correct.
 
     `FailureCounter` reports batches in which all episodes failed.
     """

@@ -24,7 +24,7 @@ class MinibatchPiece:
 
 @dataclass(frozen=True, kw_only=True)
 class AccumulatedGradients:
-    """Gradient of several pieces, equal to the gradient of one mini-batch."""
+    """Gradient accumulated over pieces, equal to the gradient of the complete mini-batch."""
 
     sums: GradAccumulator
     counts: np.ndarray  # int [N], trained tokens of each trajectory
@@ -32,7 +32,7 @@ class AccumulatedGradients:
     def combine(
         self, other: AccumulatedGradients, aggregation: Callable[[np.ndarray], Any]
     ) -> AccumulatedGradients:
-        """Add the gradient of another piece; weight tokens as `aggregation` does for both pieces.
+        """Add another piece's gradient, with the token weights of `aggregation` over both pieces.
 
         Raises:
             ValueError: The added piece changes the token weights by more than a common factor, or

@@ -58,7 +58,7 @@ class MetricWriter(Protocol):
         """Append a record."""
 
     def write_sign(self, step: int, stage: str, sign: Mapping[str, Any]) -> None:
-        """Write a record of a sign of collapse."""
+        """Append a sign of collapse."""
 
     def close(self) -> None:
         """Close the log."""

@@ -225,8 +225,8 @@ def has_kl_loss(kl: KLSettings) -> bool:
     return kl.coef != 0 and kl.apply_to == "loss"
 
 
-def has_kl_weights(kl: KLSettings) -> bool:
-    """Return True if the KL coefficient differs between tokens, or changes between steps."""
+def uses_token_kl_weights(kl: KLSettings) -> bool:
+    """Return True if the KL coefficient varies across tokens or steps."""
     is_plain = kl.controller == "fixed" and kl.low_factor == 1 and not kl.second_chance
     return has_kl_loss(kl) and not is_plain
 
@@ -234,21 +234,21 @@ def has_kl_weights(kl: KLSettings) -> bool:
 def list_token_fields(
     optimizer: OptimizerSettings, filter: FilterSettings, kl: KLSettings
 ) -> list[str]:
-    """Return the names of the optional float32 fields of `Batch` that the method fills."""
+    """Return the names of the optional float32 fields of `Batch` that the method sets."""
     is_filled = {
         "old_logprobs": not old_logprobs_are_current(optimizer, filter),
         "ref_logprobs": has_kl_loss(kl) and kl.anchor == "ref",
-        "kl_weights": has_kl_weights(kl),
+        "kl_weights": uses_token_kl_weights(kl),
     }
     return [name for name, filled in is_filled.items() if filled]
 
 
-def needs_windows(shaping: ShapingSettings, kl: KLSettings) -> bool:
+def uses_entropy_windows(shaping: ShapingSettings, kl: KLSettings) -> bool:
     """Return True if the method uses window entropies (`Trajectory.windows`)."""
     return shaping.entropy_reward or kl.low_factor != 1 or kl.second_chance
 
 
-def needs_buckets(shaping: ShapingSettings, kl: KLSettings) -> bool:
+def uses_difficulty_buckets(shaping: ShapingSettings, kl: KLSettings) -> bool:
     """Return True if the method sorts tasks into difficulty buckets."""
     return shaping.entropy_reward or kl.controller == "budget" or kl.second_chance
 

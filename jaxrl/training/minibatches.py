@@ -1,4 +1,4 @@
-"""Mini-batches and the log-probabilities that the update needs."""
+"""Mini-batches, with the log-probabilities that the update needs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from jaxrl.training.method import (
     LossSettings,
     Method,
     has_kl_loss,
-    has_kl_weights,
     needs_divergences,
     old_logprobs_are_current,
+    uses_token_kl_weights,
 )
-from jaxrl.training.packing import BatchShape, PackedBatch, pack
-from jaxrl.training.update import ScoreStep, put_batch
+from jaxrl.training.packing import BatchShape, PackedBatch, pack_sequences
+from jaxrl.training.update import ScoreStep, shard_batch
 from jaxrl.types import Batch, Group, Params, Trajectory, flatten_groups
 from jaxrl.utils.callables import wrap_user_code
 
@@ -58,7 +58,7 @@ def make_minibatches(
         with_gradient = [i for i, t in enumerate(scored) if trains_all or t.has_signal]
         without_gradient = [i for i, t in enumerate(scored) if not (trains_all or t.has_signal)]
         packed, rest = (
-            pack(
+            pack_sequences(
                 [scored[i] for i in indices],
                 [scored[i].token_advantages for i in indices],
                 shape,
@@ -75,21 +75,21 @@ def make_minibatches(
 def split_minibatches(
     groups: Sequence[Group], controllers: Controllers, method: Method
 ) -> Iterator[tuple[dict[int, Trajectory], dict[str, list[np.ndarray]]]]:
-    """Yield the trajectories to train on in each mini-batch, and their per-token fields.
+    """Yield each mini-batch's trajectories to train on, and their per-token fields.
 
     Trajectories are keyed by their index in `flatten_groups(groups)`.
     """
     offset = 0
     old_is_current = old_logprobs_are_current(method.optimizer, method.filter)
-    for part in cut_minibatches(groups, method.optimizer.num_minibatches):
+    for part in divide_into_minibatches(groups, method.optimizer.num_minibatches):
         selected = select_trained_trajectories(part, method, offset)
         offset += len(flatten_groups(part))
         trained = [*selected.values()]
         fields = {"token_weights": loss_weights([t.loss_mask for t in trained], method.loss)}
-        if has_kl_weights(method.kl):
+        if uses_token_kl_weights(method.kl):
             fields["kl_weights"] = compute_token_kl_weights(trained, controllers, method.kl)
         if needs_divergences(method.kl):
-            divergences = [t.require("divergence") for t in trained]
+            divergences = [t.require_field("divergence") for t in trained]
             if not old_is_current:
                 fields["old_logprobs"] = [divergence.old_logprobs for divergence in divergences]
             if has_kl_loss(method.kl):
@@ -97,13 +97,13 @@ def split_minibatches(
         yield selected, fields
 
 
-def cut_minibatches(groups: Sequence[Group], num_minibatches: int) -> list[Sequence[Group]]:
-    """Cut groups into mini-batches of equal size, except that the last may be smaller."""
+def divide_into_minibatches(groups: Sequence[Group], num_minibatches: int) -> list[Sequence[Group]]:
+    """Divide groups into mini-batches of equal size; the last may be smaller."""
     size = -(-len(groups) // num_minibatches)
     return [groups[size * i : size * (i + 1)] for i in range(num_minibatches)]
 
 
-def split_groups(groups: Sequence[Group], max_sequences: int) -> list[list[Group]]:
+def split_by_num_sequences(groups: Sequence[Group], max_sequences: int) -> list[list[Group]]:
     """Split groups into pieces of at most `max_sequences` trajectories, keeping groups whole."""
     pieces: list[list[Group]] = [[]]
     for group in groups:
@@ -119,7 +119,7 @@ def split_groups(groups: Sequence[Group], max_sequences: int) -> list[list[Group
 def select_trained_trajectories(
     groups: Sequence[Group], method: Method, offset: int = 0
 ) -> dict[int, Trajectory]:
-    """Return the trajectories to train on, by `offset` plus their index in `flatten_groups`."""
+    """Return the trajectories to train on, keyed by `offset` + index in `flatten_groups`."""
     is_selected = make_trajectory_filter(method.filter)
     return {
         i: with_loss_mask(t, method.loss)
@@ -155,7 +155,7 @@ def compute_trajectory_filter_metrics(
 
 
 def loss_weights(masks: Sequence[np.ndarray], loss: LossSettings) -> list[np.ndarray]:
-    """Compute the token weights for these loss masks with `loss.aggregation`.
+    """Compute token weights from loss masks with `loss.aggregation`.
 
     Raises:
         UserCodeError: A custom aggregation failed.
@@ -187,14 +187,14 @@ def compute_token_kl_weights(
     scales = np.ones(len(trajectories))
     if isinstance(controllers.kl, KLBudget):
         multipliers = controllers.kl.multipliers
-        scales *= [multipliers[controllers.bucket(t.task_id)] for t in trajectories]
+        scales *= [multipliers[controllers.get_bucket(t.task_id)] for t in trajectories]
     if kl.second_chance:
         scales *= relaxed_kl_factors(
-            [controllers.bucket(t.task_id) for t in trajectories],
+            [controllers.get_bucket(t.task_id) for t in trajectories],
             np.array([t.is_correct for t in trajectories], bool),
-            np.array([t.require("windows").excess for t in trajectories], np.float32),
+            np.array([t.require_field("windows").excess for t in trajectories], np.float32),
         )
-    coef = controllers.kl_coef(kl)
+    coef = controllers.get_kl_coef(kl)
     masks = [
         np.zeros(len(t.token_ids), bool) if t.windows is None else t.windows.is_high
         for t in trajectories
@@ -213,15 +213,15 @@ def shard_minibatches(
     ref_params: Params | None,
     method: Method,
 ) -> list[Batch]:
-    """Put mini-batches on the devices, and compute missing old and reference log-probabilities.
+    """Shard mini-batches over the devices; compute missing old and reference log-probabilities.
 
     `params` are the policy's parameters before the update.
     """
     needs_old = not old_logprobs_are_current(method.optimizer, method.filter)
     needs_ref = has_kl_loss(method.kl)
 
-    def put(packed: PackedBatch) -> Batch:
-        batch = put_batch(mesh, packed.batch)
+    def shard_minibatch(packed: PackedBatch) -> Batch:
+        batch = shard_batch(mesh, packed.batch)
         plain = dataclasses.replace(batch, old_logprobs=None, ref_logprobs=None, kl_weights=None)
         # The reference selects its own experts; it does not replay the sampler's experts.
         ref_batch = score.model.without_recorded_arrays(plain)
@@ -230,6 +230,6 @@ def shard_minibatches(
         if needs_ref and ref_params is not None and batch.ref_logprobs is None:
             ref_logprobs = score(ref_params, ref_batch, packed)
             batch = dataclasses.replace(batch, ref_logprobs=ref_logprobs)
-        return dataclasses.replace(batch, rest=packed.rest and put(packed.rest))
+        return dataclasses.replace(batch, rest=packed.rest and shard_minibatch(packed.rest))
 
-    return [put(packed) for packed in minibatches]
+    return [shard_minibatch(packed) for packed in minibatches]

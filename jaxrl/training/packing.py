@@ -61,14 +61,14 @@ class TokenSequence(Protocol):
 
 
 @dataclass
-class SizesInUse:
-    """Sizes of micro-batches for which programs are compiled; see `fit_rows`."""
+class CompiledSizes:
+    """Micro-batch sizes for which programs are compiled; see `fit_rows`."""
 
     sizes: tuple[tuple[int, int], ...] = ()  # (b, T)
     excess: float = 0.0  # cost since the last addition that new sizes would have saved
 
     @classmethod
-    def from_json(cls, saved: Mapping[str, Any]) -> SizesInUse:
+    def from_json(cls, saved: Mapping[str, Any]) -> CompiledSizes:
         """Restore the sizes from the JSON form of `dataclasses.asdict`."""
         return cls(tuple((rows, tokens) for rows, tokens in saved["sizes"]), saved["excess"])
 
@@ -90,7 +90,7 @@ class BatchShape:
     # Number of mini-batches that a new size must save before its programs are compiled.
     size_saving: float = field(default=1.0, compare=False)
     # Sizes in use if `fit_rows` may change b and T without increasing b * T, else None.
-    sizes: SizesInUse | None = field(default=None, compare=False)
+    sizes: CompiledSizes | None = field(default=None, compare=False)
 
     @property
     def row_units(self) -> int:
@@ -106,11 +106,11 @@ class BatchShape:
 
     @property
     def full_rows(self) -> int:
-        """Full-length sequences that a micro-batch holds, named `micro_rows` in the config."""
+        """Number of full-length sequences in a micro-batch, named `micro_rows` in the config."""
         return self.num_sequences // self.num_micro
 
     def with_full_rows(self, full_rows: int) -> BatchShape:
-        """Return a shape with other micro-batches that holds at least as many sequences.
+        """Return a shape with `full_rows` sequences per micro-batch and no smaller capacity.
 
         `full_rows` is a multiple of the number of row shards.
         """
@@ -157,7 +157,7 @@ class BatchShape:
             num_micro=max(-(-num_sequences // micro_rows), 1),
             micro_rows=micro_rows,
             row_tokens=row_tokens,
-            sizes=SizesInUse(),
+            sizes=CompiledSizes(),
             **settings,
         )
         if not shards_with_prompts:
@@ -230,7 +230,7 @@ def compute_logit_capacities(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Item:
+class SequenceSize:
     """Sizes of a sequence and its shared prompt, in tokens."""
 
     length: int  # tokens; contexts after the first count without the shared tokens
@@ -252,8 +252,10 @@ def select_arrays(sequence: TokenSequence, shape: BatchShape) -> dict[str, np.nd
     return {name: recorded[name] for name in shape.token_arrays if name in recorded}
 
 
-def make_items(sequences: Sequence[TokenSequence], shape: BatchShape) -> list[Item]:
-    """Return the sizes of each sequence and of the prefix that it can share.
+def compute_sequence_sizes(
+    sequences: Sequence[TokenSequence], shape: BatchShape
+) -> list[SequenceSize]:
+    """Compute the sizes of each sequence and of the prefix that it can share.
 
     The shared prefix ends before the token that predicts the first loss token, because each
     sequence needs its own copy of that token. Two prefixes are equal only if their attachments and
@@ -294,7 +296,7 @@ def make_items(sequences: Sequence[TokenSequence], shape: BatchShape) -> list[It
                 (ids[:num_shared].tobytes(), shared_attachments, aux_arrays), number
             )
         items.append(
-            Item(
+            SequenceSize(
                 length=len(ids) - num_shared * len(later),
                 prompt=prompt,
                 num_shared=num_shared,
@@ -308,7 +310,7 @@ def make_items(sequences: Sequence[TokenSequence], shape: BatchShape) -> list[It
 def _has_equal_prefix(
     sequence: TokenSequence, context: slice, num_shared: int, shape: BatchShape
 ) -> bool:
-    """Return True if a context begins with the sequence's prefix and has no loss on it."""
+    """Return True if a context begins with the sequence's prefix and excludes it from the loss."""
     span = slice(context.start, context.start + num_shared)
     arrays = [sequence.token_ids, *select_arrays(sequence, shape).values()]
     is_equal = all(np.array_equal(x[span], x[:num_shared]) for x in arrays)
@@ -316,7 +318,7 @@ def _has_equal_prefix(
 
 
 def fit_rows(
-    items: Sequence[Item], shape: BatchShape, num_shards: int = 1
+    items: Sequence[SequenceSize], shape: BatchShape, num_shards: int = 1
 ) -> tuple[BatchShape, list[list[int]]]:
     """Choose the size of micro-batches, and assign sequences to rows.
 
@@ -380,37 +382,37 @@ def fit_rows(
 
 
 def list_sizes(shape: BatchShape, num_shards: int) -> list[tuple[int, int]]:
-    """Return the numbers of rows of a micro-batch, and their lengths, that fit in `shape`."""
+    """List the micro-batch sizes (rows, row length) that fit in `shape`."""
     sizes = []
-    for row_tokens in _divide(shape.row_tokens, math.lcm(16, shape.num_pieces), 64):
+    for row_tokens in _list_bucket_sizes(shape.row_tokens, math.lcm(16, shape.num_pieces), 64):
         if shape.shares_prompts:
             sizes.append((shape.micro_rows, row_tokens))
             continue
         max_rows = shape.micro_rows
         if not shape.tower:
             max_rows = max_rows * shape.row_tokens // row_tokens
-        counts = _divide(max_rows // num_shards, 1, 16)
+        counts = _list_bucket_sizes(max_rows // num_shards, 1, 16)
         sizes += [(count * num_shards, row_tokens) for count in counts]
     return sizes
 
 
-def _divide(largest: int, unit: int, parts: int) -> list[int]:
-    """Return `parts` / 2 multiples of `unit` up to `largest`, as many up to its half, and so on."""
+def _list_bucket_sizes(largest: int, unit: int, num_parts: int) -> list[int]:
+    """List multiples of `unit` up to `largest`: `num_parts` / 2 sizes per factor of two."""
     sizes = (
-        -(-largest * part // (parts * unit << halvings)) * unit
+        -(-largest * part // (num_parts * unit << halvings)) * unit
         for halvings in range((-(-largest // unit)).bit_length())
-        for part in range(parts, parts // 2, -1)
+        for part in range(num_parts, num_parts // 2, -1)
     )
     return [*dict.fromkeys(min(size, largest) for size in sizes)]
 
 
 def assign_rows(
-    items: Sequence[Item], row_tokens: int, row_units: int | None = None
+    items: Sequence[SequenceSize], row_tokens: int, row_units: int | None = None
 ) -> list[list[int]]:
-    """Pack sequences into rows first-fit, one prompt after another.
+    """Assign sequences to rows first-fit, one prompt after another.
 
-    Prompts whose sequences have the most tokens come first, and of each prompt, the longest
-    sequences. Rows that already have the prompt are tried before others.
+    Prompts are sorted by the total length of their sequences, and the sequences of a prompt by
+    length, longest first. Rows that already have the prompt are tried first.
 
     Args:
         items: Sizes of the sequences, each at most a row long.
@@ -453,7 +455,7 @@ Row = list[tuple[int, int]]
 
 
 def select_tokens(
-    sequence: TokenSequence, item: Item, num_omitted: int
+    sequence: TokenSequence, item: SequenceSize, num_omitted: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return indices and positions, int32 `[n]`, of the tokens that a sequence adds to a row.
 
@@ -469,8 +471,8 @@ def select_tokens(
     return np.concatenate(locations), np.concatenate(positions)
 
 
-def omit_shared_prompts(items: Sequence[Item], row: Sequence[int]) -> Row:
-    """Return a row in which only the first sequence with each prompt keeps the shared tokens."""
+def omit_shared_prompts(items: Sequence[SequenceSize], row: Sequence[int]) -> Row:
+    """Return a row that contains the shared tokens of each prompt only once."""
     seen: set[int] = set()
     out = []
     for index in row:
@@ -480,7 +482,7 @@ def omit_shared_prompts(items: Sequence[Item], row: Sequence[int]) -> Row:
     return out
 
 
-def pack(
+def pack_sequences(
     sequences: Sequence[TokenSequence],
     advantages: Sequence[np.ndarray] | np.ndarray,
     shape: BatchShape,
@@ -504,7 +506,7 @@ def pack(
     Raises:
         ValueError: A sequence is longer than `shape` allows.
     """
-    items = make_items(sequences, shape)
+    items = compute_sequence_sizes(sequences, shape)
     max_tokens = shape.max_tokens or shape.row_tokens
     longest = max((item.length for item in items), default=0)
     if longest > max_tokens:
@@ -543,13 +545,13 @@ def pack(
     )
 
 
-def _count_tokens(items: Sequence[Item], row: Row) -> int:
+def _count_tokens(items: Sequence[SequenceSize], row: Row) -> int:
     """Count the tokens in a row; a shared prompt counts once."""
     return sum(items[index].length - num_omitted for index, num_omitted in row)
 
 
 def balance_rows(
-    rows: Sequence[Row], items: Sequence[Item], micro_rows: int, num_shards: int
+    rows: Sequence[Row], items: Sequence[SequenceSize], micro_rows: int, num_shards: int
 ) -> tuple[list[Row], list[int]]:
     """Order rows so that devices get equal numbers of rows and similar numbers of tokens.
 
@@ -577,7 +579,7 @@ def balance_rows(
 def _fill_arrays(
     sequences: Sequence[TokenSequence],
     advantages: Sequence[np.ndarray] | np.ndarray,
-    items: Sequence[Item],
+    items: Sequence[SequenceSize],
     rows: Sequence[Row],
     shape: BatchShape,
     token_fields: Mapping[str, Sequence[np.ndarray]],

@@ -1,4 +1,4 @@
-"""Policy loss: ratio, correction, KL and entropy terms, compiled into the update step."""
+"""Policy loss with correction, KL and entropy terms, compiled into the update step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KL divergence of the policy from its reference, measured before each step's update."""
+"""KL divergence of the policy from the reference, measured before each update."""
 
 from __future__ import annotations
 
@@ -13,15 +13,21 @@ from jaxrl.objectives.kl import kl_estimate
 from jaxrl.runtime.sharding import num_batch_shards, replicated_sharding
 from jaxrl.training.method import Method
 from jaxrl.training.minibatches import with_loss_mask
-from jaxrl.training.packing import BatchShape, PackedBatch, TokenSequence, pack, split_contexts
-from jaxrl.training.update import ScoreStep, put_batch
+from jaxrl.training.packing import (
+    BatchShape,
+    PackedBatch,
+    TokenSequence,
+    pack_sequences,
+    split_contexts,
+)
+from jaxrl.training.update import ScoreStep, shard_batch
 from jaxrl.types import Batch, Divergence, Group, Params, Trajectory, flatten_groups, replace_fields
 
 
 def make_kl_fn(
     score: ScoreStep, mesh: Mesh, shape: BatchShape, method: Method
 ) -> Callable[[Sequence[Group], Params, Params], list[Group]]:
-    """Return the function that adds a divergence to each scored trajectory without one.
+    """Return a function that measures the divergence of scored trajectories that lack it.
 
     Trajectories are packed into batches of `shape.num_sequences` and scored by the program that
     also scores mini-batches. The last bits of a result may depend on which trajectories are packed
@@ -30,17 +36,21 @@ def make_kl_fn(
     # Objectives take one micro-batch, so map over the leading axis.
     estimate_kl = jax.vmap(partial(kl_estimate, estimator=method.kl.estimator))
 
-    def compare(old: jax.Array, ref: jax.Array, mask: jax.Array) -> tuple[jax.Array, ...]:
+    def estimate_divergence(
+        old: jax.Array, ref: jax.Array, mask: jax.Array
+    ) -> tuple[jax.Array, ...]:
         return old, ref, estimate_kl(old, ref, mask)
 
     replicated = replicated_sharding(mesh)  # every process reads the complete arrays
-    compare = jax.jit(compare, out_shardings=(replicated, replicated, replicated))
+    estimate_divergence = jax.jit(
+        estimate_divergence, out_shardings=(replicated, replicated, replicated)
+    )
 
     def add_divergences(groups: Sequence[Group], params: Params, ref_params: Params) -> list[Group]:
         def compute(batch: Batch, packed: PackedBatch) -> tuple[jax.Array, ...]:
             old = score(params, batch, packed)
             ref = score(ref_params, score.model.without_recorded_arrays(batch), packed)
-            return compare(old, ref, batch.loss_mask)
+            return estimate_divergence(old, ref, batch.loss_mask)
 
         trajectories = flatten_groups(groups)
         divergences = [t.divergence for t in trajectories]
@@ -79,16 +89,16 @@ def compute_per_token(
     shape: BatchShape,
     compute: Callable[[Batch, PackedBatch], Sequence[jax.Array]],
 ) -> Iterator[tuple[np.ndarray, ...]]:
-    """Pack trajectories, call `compute`, and yield its arrays `[L]` for each trajectory."""
+    """Pack trajectories into batches, call `compute`, and yield its results per trajectory: [L]."""
     for start in range(0, len(trajectories), shape.num_sequences):
         chunk = trajectories[start : start + shape.num_sequences]
         zeros = np.zeros(len(chunk), np.float32)
-        packed = pack(chunk, zeros, shape, num_shards=num_batch_shards(mesh))
-        arrays = [np.asarray(x) for x in compute(put_batch(mesh, packed.batch), packed)]
-        yield from zip(*(unpack(packed, array, chunk) for array in arrays), strict=True)
+        packed = pack_sequences(chunk, zeros, shape, num_shards=num_batch_shards(mesh))
+        arrays = [np.asarray(x) for x in compute(shard_batch(mesh, packed.batch), packed)]
+        yield from zip(*(unpack_sequences(packed, array, chunk) for array in arrays), strict=True)
 
 
-def unpack(
+def unpack_sequences(
     packed: PackedBatch, values: np.ndarray, sequences: Sequence[TokenSequence]
 ) -> list[np.ndarray]:
     """Split values `[A, b, T]` into an array `[L]` per sequence, in packing order.

@@ -18,7 +18,7 @@ from jaxrl.types import Columns, Group, flatten_groups, replace_fields
 
 
 def add_reward(groups: Sequence[Group], part: str, amounts: np.ndarray) -> list[Group]:
-    """Add `amounts` [N], in `flatten_groups` order, to the rewards, and record them as `part`."""
+    """Add `amounts` [N], in the order of `flatten_groups`, to the rewards as `part`."""
     new_rewards = [
         (
             float(np.float32(t.reward) + np.float32(amount)),
@@ -71,7 +71,7 @@ def compute_kl_penalties(groups: Sequence[Group], coef: float) -> np.ndarray:
     """Return `coef` times each trajectory's divergence; 0 for environment errors: float64 [N]."""
     return np.array(
         [
-            coef * t.require("divergence").total if t.is_scored else 0.0
+            coef * t.require_field("divergence").total if t.is_scored else 0.0
             for t in flatten_groups(groups)
         ]
     )
@@ -83,7 +83,9 @@ def apply_kl_penalty(
     """Subtract the KL penalty from rewards if `kl.apply_to` is `reward`."""
     if method.kl.apply_to != "reward":
         return list(groups)
-    return add_reward(groups, "kl", -compute_kl_penalties(groups, controllers.kl_coef(method.kl)))
+    return add_reward(
+        groups, "kl", -compute_kl_penalties(groups, controllers.get_kl_coef(method.kl))
+    )
 
 
 def add_entropy_reward(
@@ -96,11 +98,11 @@ def add_entropy_reward(
     amounts = np.zeros(len(trajectories), np.float32)
     if controllers.entropy_threshold is not None:
         scored = [i for i, t in enumerate(trajectories) if t.is_scored]
-        counts = [trajectories[i].require("windows").num_high for i in scored]
+        counts = [trajectories[i].require_field("windows").num_high for i in scored]
         amounts[scored] = entropy_reward(
             np.array(counts, np.int32),
             np.array([trajectories[i].is_correct for i in scored], bool),
-            [controllers.bucket(trajectories[i].task_id) for i in scored],
+            [controllers.get_bucket(trajectories[i].task_id) for i in scored],
             targets=controllers.coefficients.targets,
             coefficients=controllers.coefficients.alphas,
             margins=shaping.margins,

@@ -35,7 +35,7 @@ from jaxrl.training.interfaces import (
     WriteSamples,
 )
 from jaxrl.training.method import Method, OptimizerSettings
-from jaxrl.training.packing import BatchShape, SizesInUse, TokenSequence
+from jaxrl.training.packing import BatchShape, CompiledSizes, TokenSequence
 from jaxrl.training.settings import STAGES, Settings
 from jaxrl.training.update import UpdateStep, init_state, move_moments
 from jaxrl.training.usage import UsageStats, check_budget
@@ -57,7 +57,7 @@ class Stage:
     halves_micro_rows: bool = False  # True if `shape` may shrink after an update runs out of memory
 
     def last_lr(self, state: TrainState) -> float:
-        """Return the latest optimizer step's learning rate; the first step's if none was taken."""
+        """Return the learning rate of the latest optimizer step, or else of the first."""
         # Pass an array, as the update does: a custom schedule may require it.
         return float(self.schedule(jax.numpy.int32(max(int(state.num_updates) - 1, 0))))
 
@@ -99,7 +99,7 @@ class Components:
 
 @dataclass
 class Progress:
-    """Progress of a run: everything except the weights that is needed to resume it."""
+    """Everything except the weights that is needed to resume a run."""
 
     step: int = 0  # completed steps, over all stages
     stage: str = ""  # current stage, or the last completed one
@@ -114,7 +114,9 @@ class Progress:
     num_learned: int = 0  # train-stage steps with a gradient
     weights_step: int | None = None  # step of the final weights, if the stage stopped early
     micro_rows: int = 0  # rows per micro-batch after the train stage ran out of memory; else 0
-    sizes_in_use: SizesInUse = field(default_factory=SizesInUse)  # of micro-batches of the stage
+    compiled_sizes: CompiledSizes = field(
+        default_factory=CompiledSizes
+    )  # of micro-batches of the stage
     # The other fields belong to the train stage. Fields with arrays are not compared, because == of
     # arrays does not return a bool.
     watched: WatchState = field(default_factory=WatchState)
@@ -127,7 +129,7 @@ class Progress:
     ledger: UsageStats = field(default_factory=UsageStats)
 
     def is_older_than(self, record: Record) -> bool:
-        """Return True if a record is newer than this progress."""
+        """Return True if a record in `metrics.jsonl` is newer than this progress."""
         checkpoint_position = (STAGES.index(self.stage) if self.stage else -1, self.step)
         stage = record.get("stage", "train")
         record_position = (STAGES.index(stage) if stage in STAGES else len(STAGES), record["step"])
@@ -155,7 +157,7 @@ class Progress:
 
     @property
     def label(self) -> str:
-        """Stage and number of its completed steps, such as `train 30`."""
+        """Stage and number of completed steps, such as `train 30`."""
         return f"{self.stage} {self.stage_step}"
 
     @property
@@ -164,7 +166,7 @@ class Progress:
         return self.step if self.weights_step is None else self.weights_step
 
     def restore_images(self, with_images: Callable[[list[Group]], list[Group]]) -> None:
-        """Load the images that a checkpoint's groups refer to by name."""
+        """Reload images of groups, which checkpoints store by name."""
         self.buffered_groups = with_images(self.buffered_groups)
         if (prefetched := self.prefetched) is not None:
             groups, buffered_groups = map(
@@ -203,7 +205,7 @@ class Progress:
         buffered_groups = [group for group in saved["buffered_groups"] if len(group) == size]
         fields |= {
             "best": Best(**saved["best"]),
-            "sizes_in_use": SizesInUse.from_json(saved["sizes_in_use"]),
+            "compiled_sizes": CompiledSizes.from_json(saved["compiled_sizes"]),
             "controllers": Controllers.from_json(saved["controllers"], method),
             "buffered_groups": serialization.deserialize_groups(buffered_groups),
             "prefetched": CollectedGroups.from_json(saved["prefetched"])
@@ -266,7 +268,7 @@ class RunState:
         progress.value, progress.best, progress.num_learned = None, Best(), 0
         progress.controllers = Controllers.init(self.components.method)
         progress.buffered_groups = []
-        progress.sizes_in_use = SizesInUse()
+        progress.compiled_sizes = CompiledSizes()
         progress.discard_prefetched_groups()
         progress.in_flight_tasks = []
         return True
@@ -292,7 +294,7 @@ class RunState:
         return move_moments(state, HOST_MEMORY) if offloads else state
 
     def init_or_restore_reference(self, params: Params) -> Params | None:
-        """Return the reference, a copy of the stage's initial policy; None if it is not needed."""
+        """Return the reference policy, a copy of the stage's initial policy; None if unused."""
         if not self.components.method.has_reference:
             return None
         if "ref_params" in self.restored:
@@ -325,12 +327,12 @@ class RunState:
         check_budget(spent, max_cost=limits.max_cost, max_calls=limits.max_calls)
 
     def add_discarded_cost(self, spent: UsageStats) -> None:
-        """Add the usage of discarded groups, which will be sampled again."""
+        """Add the cost of discarded groups, which will be resampled."""
         self.progress.ledger += UsageStats(usage=spent.usage)
 
     @property
     def is_stage_done(self) -> bool:
-        """Return True once all steps of the stage are done; `end_stage` then saves a checkpoint."""
+        """Return True if all steps of the stage are done; `end_stage` then saves a checkpoint."""
         return self.progress.stage_step >= self.components.num_steps[self.progress.stage]
 
     @property

@@ -42,7 +42,7 @@ The update sums the losses, weighted by `token_weights`. Each metric specifies i
 def state_shardings(
     mesh: Mesh, trained: ParamSpec, optimizer: optax.GradientTransformation
 ) -> TrainState:
-    """Return the shardings of a state.
+    """Return the shardings of a training state.
 
     Moments are sharded like their parameters; counters are replicated.
     """
@@ -92,26 +92,26 @@ def move_moments(state: TrainState, memory: str) -> TrainState:
     return replace(state, opt_state=opt_state)
 
 
-def put_batch(mesh: Mesh, batch: Batch) -> Batch:
-    """Put a host batch on the mesh.
+def shard_batch(mesh: Mesh, batch: Batch) -> Batch:
+    """Shard a host batch over the mesh.
 
     Every process holds the complete batch and supplies its local shards.
     """
 
-    def put(array: np.ndarray) -> jax.Array:
+    def shard_array(array: np.ndarray) -> jax.Array:
         return jax.make_array_from_callback(array.shape, batch_sharding(mesh), array.__getitem__)
 
-    return jax.tree.map(put, batch)
+    return jax.tree.map(shard_array, batch)
 
 
-def put_patches(
+def shard_patches(
     mesh: Mesh, attachments: PackedAttachments, micro: int, dtype: Any
 ) -> dict[str, jax.Array]:
-    """Put the `patches` `[S, P, values]` and `coords` `[S, P, W]` of a micro-batch on the mesh."""
+    """Shard a micro-batch's `patches` `[S, P, values]` and `coords` `[S, P, W]` over the mesh."""
     # Cached, because the function is called twice per shard.
     shard_inputs = cache(partial(attachments.make_shard_inputs, micro, dtype=dtype))
 
-    def put(output_index: int, values: int) -> jax.Array:
+    def shard_output(output_index: int, values: int) -> jax.Array:
         shape = (attachments.num_shards, attachments.num_patches, values)
 
         def load_shards(index: Any) -> np.ndarray:
@@ -121,8 +121,8 @@ def put_patches(
         return jax.make_array_from_callback(shape, piece_sharding(mesh), load_shards)
 
     return {
-        "patches": put(0, attachments.tower.patch_values),
-        "coords": put(1, attachments.tower.num_coords),
+        "patches": shard_output(0, attachments.tower.patch_values),
+        "coords": shard_output(1, attachments.tower.num_coords),
     }
 
 
@@ -186,7 +186,7 @@ class MicroBatchLoop:
             stop, logit_capacity = start + 1, capacities[start]
             attached: tuple[Any, ...] = ()
             if attachments is not None:
-                attached = (put_patches(self._mesh, attachments, start, self._dtype),)
+                attached = (shard_patches(self._mesh, attachments, start, self._dtype),)
                 # Wait for the previous micro-batch, which frees its patches.
                 jax.block_until_ready(sums)
             while (
@@ -208,7 +208,7 @@ class MicroBatchLoop:
 
 
 class ScoreStep:
-    """Compiled scoring: `score(params, batch, packed)` returns log-probabilities [A, b, T]."""
+    """Compiled forward pass: `score(params, batch, packed)` returns log-probabilities [A, b, T]."""
 
     def __init__(self, model: Model, *, temperature: float):
         """Prepare scoring, with logits divided by `temperature`."""
@@ -271,9 +271,9 @@ class GradAccumulator:
 def combine_sums(
     first: GradAccumulator, second: GradAccumulator, factors: tuple[jax.Array, jax.Array]
 ) -> GradAccumulator:
-    """Combine the sums of two mini-batches, with losses and gradients multiplied by `factors`."""
+    """Add the sums of two mini-batches, with losses and gradients multiplied by `factors`."""
 
-    def combine_weighted(a: jax.Array, b: jax.Array) -> jax.Array:
+    def compute_weighted_sum(a: jax.Array, b: jax.Array) -> jax.Array:
         return factors[0] * a + factors[1] * b
 
     metrics = {**second.metrics, **first.metrics}
@@ -281,13 +281,13 @@ def combine_sums(
         pair = first.metrics[name], second.metrics[name]
         is_loss = pair[0].reduction == "loss"
         metrics[name] = (
-            replace(pair[0], value=combine_weighted(pair[0].value, pair[1].value))
+            replace(pair[0], value=compute_weighted_sum(pair[0].value, pair[1].value))
             if is_loss
             else pair[0].combine(pair[1])
         )
     return replace(
         first,
-        gradients=jax.tree.map(combine_weighted, first.gradients, second.gradients),
+        gradients=jax.tree.map(compute_weighted_sum, first.gradients, second.gradients),
         metrics=metrics,
         num_tokens=first.num_tokens + second.num_tokens,
         statistics=jax.tree.map(jnp.add, first.statistics, second.statistics),
@@ -295,7 +295,7 @@ def combine_sums(
     )
 
 
-class BalanceStep:
+class LoadBalanceStep:
     """Load-balancing coefficients, from an extra forward pass over the mini-batch."""
 
     def __init__(self, model: Model):
@@ -303,7 +303,7 @@ class BalanceStep:
         self._model, stats = model, model.architecture.statistics
         assert stats is not None
 
-        def statistics(params: Params, micro: Batch, logit_capacity: int) -> Any:
+        def compute_statistics(params: Params, micro: Batch, logit_capacity: int) -> Any:
             aux = model.make_aux(micro)
             model.token_logprobs(
                 params, micro, temperature=1.0, logit_capacity=logit_capacity, aux=aux
@@ -313,17 +313,19 @@ class BalanceStep:
         def init_sums(params: Params, batch: Batch) -> Any:
             first = jax.tree.map(lambda x: x[0], batch)
             shapes = jax.eval_shape(
-                partial(statistics, logit_capacity=LOGIT_CAPACITIES[0]), params, first
+                partial(compute_statistics, logit_capacity=LOGIT_CAPACITIES[0]), params, first
             )
             return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
-        def add(params: Params, sums: Any, micro: Batch, _: jax.Array, logit_capacity: int) -> Any:
-            return jax.tree.map(jnp.add, sums, statistics(params, micro, logit_capacity))
+        def add_statistics(
+            params: Params, sums: Any, micro: Batch, _: jax.Array, logit_capacity: int
+        ) -> Any:
+            return jax.tree.map(jnp.add, sums, compute_statistics(params, micro, logit_capacity))
 
         replicated = replicated_sharding(model.mesh)
         self._init_sums = jax.jit(init_sums, out_shardings=replicated)
         self._balance_weights = jax.jit(stats.balance_weights, out_shardings=replicated)
-        self.add = MicroBatchLoop(model, "balance", add)
+        self.add = MicroBatchLoop(model, "balance", add_statistics)
 
     def __call__(self, params: Params, batch: Batch, packed: PackedBatch, coef: float) -> Any:
         """Compute `Statistics.balance_weights` for the mini-batch."""
@@ -333,7 +335,7 @@ class BalanceStep:
 
 
 class GradientStep:
-    """Gradient, sharded like parameters: `gradient(params, batch, packed) -> GradAccumulator`."""
+    """Compiled gradient: `gradient(params, batch, packed)` returns a `GradAccumulator`."""
 
     def __init__(
         self,
@@ -408,7 +410,7 @@ class GradientStep:
                 gradients=gradients, metrics=metrics, num_tokens=num_tokens, statistics=statistics
             )
 
-        def add(
+        def accumulate_gradients(
             params: Params, sums: GradAccumulator, micro: Batch, _: jax.Array, logit_capacity: int
         ) -> GradAccumulator:
             new, measured = differentiate(
@@ -430,10 +432,10 @@ class GradientStep:
             return sums.add_metrics(*measured)
 
         self._model = model
-        self.balance = BalanceStep(model) if balance_coef else None
+        self.balance = LoadBalanceStep(model) if balance_coef else None
         self._balance_coef = balance_coef
         self.init_sums = CompiledFunction(init_sums, name="update_start", variants=None, key=key)
-        self.add = MicroBatchLoop(model, "update", add, key)
+        self.add = MicroBatchLoop(model, "update", accumulate_gradients, key)
         self.accumulate_metrics = MicroBatchLoop(model, "update_metrics", accumulate_metrics, key)
 
     def __call__(self, params: Params, batch: Batch, packed: PackedBatch) -> GradAccumulator:

@@ -48,7 +48,7 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True)
 class UsageStats:
-    """Usage of a set of trajectories. The sum of two instances is the usage of both sets.
+    """Usage of a set of trajectories. Instances can be added.
 
     Calls and tokens depend only on weights and seeds, so a repeated run has the same counts.
     `usage` also depends on caches, servers and clocks.
@@ -116,7 +116,7 @@ class UsageStats:
         return cls(**{**saved, "usage": Usage(**saved["usage"])})
 
     def metrics(self) -> dict[str, float]:
-        """Return the counters as metrics; those under `perf/` may differ in a repeated run."""
+        """Return the counters as metrics; metrics under `perf/` may differ in a repeated run."""
         usage = self.usage
         counts = {
             "trajectories": self.num_trajectories,

@@ -1,4 +1,4 @@
-"""Detect signs of collapse and react to them."""
+"""Detection of signs of collapse, and rollbacks."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ SIGN_COOLDOWN_STEPS = 10
 """Number of steps after which a repeated sign counts as new."""
 
 
-class UnsoundError(RuntimeError):
-    """Error raised on a sign of collapse if its action is `stop` or no rollback is possible."""
+class CollapseError(RuntimeError):
+    """Error raised if the action for a sign of collapse is `stop` or no rollback is possible."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -47,8 +47,8 @@ class Rollback(Exception):  # noqa: N818, the run continues
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sign:
-    """A sign of collapse in a step."""
+class CollapseSign:
+    """Sign of collapse in a step."""
 
     name: str  # lower case and underscores; the metric is `sentinel/NAME`
     text: str  # explanation with numbers, and advice
@@ -89,7 +89,7 @@ def check_step(
     groups: Sequence[Group],
     step: int,
 ) -> tuple[WatchState, dict[str, float]]:
-    """Check a step for signs of collapse; return the next state, and metrics that are 1 per sign.
+    """Check a step for signs of collapse; return the next state, and a metric of 1 for each sign.
 
     A sign seen fewer than `SIGN_COOLDOWN_STEPS` steps ago is recorded but causes no action.
 
@@ -116,11 +116,13 @@ def check_step(
     }
     offered |= {"state": watched.state, "method": method}
 
-    def call_detector() -> tuple[dict[str, Any], list[Sign]]:
+    def call_detector() -> tuple[dict[str, Any], list[CollapseSign]]:
         result = detector(*[offered[name] for name in detector.arguments])
         is_pair = isinstance(result, tuple) and [*map(type, result)] == [dict, list]
-        if not is_pair or not all(isinstance(sign, Sign) for sign in result[1]):
-            raise TypeError(f"it returned {result!r:.80}; expected a dict and a list of Sign")
+        if not is_pair or not all(isinstance(sign, CollapseSign) for sign in result[1]):
+            raise TypeError(
+                f"it returned {result!r:.80}; expected a dict and a list of CollapseSign"
+            )
         plain = parse_json(json.dumps(result[0], allow_nan=False), "its state")
         return plain, result[1]
 
@@ -137,28 +139,28 @@ def check_step(
 
 
 def resolve_action(sign: Mapping[str, Any], watch: WatchSettings) -> str:
-    """Return the action for a sign: from `watch.actions`, or else `watch.action`."""
+    """Return the action for a sign: its entry in `watch.actions`, or else `watch.action`."""
     return watch.actions.get(sign["name"], watch.action)
 
 
 def rollback_target(
     sign: Mapping[str, Any], watch: WatchSettings, watched: WatchState, steps: Sequence[int]
 ) -> int:
-    """Return the step to roll back to: the newest healthy checkpoint, or else the oldest one.
+    """Return the step to roll back to: that of the newest healthy checkpoint, or else the oldest.
 
     `steps` are the steps of the stage that have a checkpoint.
 
     Raises:
-        UnsoundError: There is no checkpoint, or `watch.max_roll_backs` is reached.
+        CollapseError: There is no checkpoint, or `watch.max_roll_backs` is reached.
     """
     why = f"{sign['name']}: {sign['text']}"
     if watched.num_roll_backs >= watch.max_roll_backs:
-        raise UnsoundError(
+        raise CollapseError(
             f"{why} The run has rolled back {watched.num_roll_backs} times, the limit of "
             "config.watch.max_roll_backs."
         )
     if not steps:
-        raise UnsoundError(
+        raise CollapseError(
             f"{why} There is no checkpoint of the stage to roll back to; lower "
             "config.checkpoint.every_steps."
         )

@@ -38,7 +38,7 @@ from jaxrl.envs.base import Task
 from jaxrl.envs.images import Picture
 from jaxrl.logs.display import Display
 from jaxrl.run import run
-from jaxrl.training.collect import NotEnoughGroupsError, draw
+from jaxrl.training.collect import NotEnoughGroupsError, draw_tasks
 from jaxrl.training.controllers import SkipSet
 from jaxrl.utils.callables import UserCodeError
 from tests.helpers import ROOT, build, settings_of
@@ -588,12 +588,12 @@ class TestMixtures:
         second = [Task(id=f"b/{i}", question="?") for i in range(3)]
         mixture = Mixture([Source(items=first, weight=9), Source(items=second)])
         stream = Stream(mixture, seed=0)
-        draws, position = draw(stream, 0, 4, SkipSet({"a/0": 0.0, "a/1": 0.0, "b/1": 0.0}))
+        draws, position = draw_tasks(stream, 0, 4, SkipSet({"a/0": 0.0, "a/1": 0.0, "b/1": 0.0}))
         assert {d.task.id for d in draws} == {"b/0", "b/2"}
         assert [d.stream_index % 10 for d in draws] == [9] * 4
         assert position == draws[-1].stream_index + 1
         with pytest.raises(NotEnoughGroupsError, match="all 5 tasks are solved"):
-            draw(stream, 0, 1, SkipSet({task.id: 0.0 for task in mixture}))
+            draw_tasks(stream, 0, 1, SkipSet({task.id: 0.0 for task in mixture}))
 
     def test_an_id_in_two_sources_is_refused_with_both_lines(self, tmp_path):
         files = write_jsonl(tmp_path / "a.jsonl"), write_csv(tmp_path / "b.csv", ROWS[3:4])

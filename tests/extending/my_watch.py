@@ -1,4 +1,4 @@
-from jaxrl.training.watch import Sign
+from jaxrl.training.watch import CollapseSign
 
 
 def judge(record, state, *, most=400):
@@ -8,4 +8,6 @@ def judge(record, state, *, most=400):
     if length <= most:
         return {"step": step, "sound": step}, []
     text = f"responses have {length:.0f} tokens, above {most}."
-    return {**state, "step": step}, [Sign(name="too_long", text=text, since=state.get("sound", 0))]
+    return {**state, "step": step}, [
+        CollapseSign(name="too_long", text=text, since=state.get("sound", 0))
+    ]

@@ -10,7 +10,7 @@ from jaxrl.models.policy import Model
 from jaxrl.sampling.engine import Request
 from jaxrl.sampling.next_token import KINDS, filter_top_p
 from jaxrl.sampling.sample_keys import derive_sample_keys
-from jaxrl.training.packing import BatchShape, pack
+from jaxrl.training.packing import BatchShape, pack_sequences
 from tests.helpers import dense_table, tiny_params
 from tests.toys import (
     ROOMY,
@@ -71,7 +71,7 @@ def score(params, micro, temperature):
 def assert_scores_agree(trajectories, params, *, temperature):
     """Check that the trainer, with packed rows, computes the sampler's numbers."""
     shape = BatchShape(num_micro=1, micro_rows=16, row_tokens=128)
-    packed = pack(trajectories, np.zeros(len(trajectories)), shape)
+    packed = pack_sequences(trajectories, np.zeros(len(trajectories)), shape)
     micro = jax.tree.map(lambda x: x[0], packed.batch)
     logprobs, entropies = (np.asarray(x) for x in score(params, micro, temperature))
     for index, trajectory in enumerate(trajectories):

@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxrl.extras.vision.processor import Image
 from jaxrl.objectives.metrics import Metric
-from jaxrl.training.packing import pack
+from jaxrl.training.packing import pack_sequences
 from tests.helpers import Sequence
 from tests.vision import golden, logits_of
 
@@ -73,7 +73,7 @@ ADVANTAGES = [np.float32(x) for x in (1.0, -0.5, 2.0, 0.7, -1.3)]
 def packed_in(shape, selected=None, advantages=ADVANTAGES, *, num_shards=1):
     selected = selected or sequences()
     weights = [np.where(s.loss_mask, 0.1, 0).astype(np.float32) for s in selected]
-    return pack(
+    return pack_sequences(
         selected, advantages, shape, token_fields={"token_weights": weights}, num_shards=num_shards
     )
 

@@ -14,7 +14,7 @@ from jaxrl.training.collect import (
     NotEnoughGroupsError,
     StepSampler,
     collect,
-    draw,
+    draw_tasks,
 )
 from jaxrl.training.controllers import Controllers, SkipSet, StageGate
 from jaxrl.training.failures import FailureCounter
@@ -41,15 +41,17 @@ class Sampler:
         self.groups, self.calls = groups, []
 
     def __call__(self, draws):
-        self.calls.append([(draw.stream_index, draw.attempt) for draw in draws])
+        self.calls.append([(draw_tasks.stream_index, draw_tasks.attempt) for draw_tasks in draws])
         return [
             Group(
                 trajectories=tuple(
-                    dataclasses.replace(trajectory, attempt=draw.attempt, task=draw.task)
-                    for trajectory in self.groups[draw.stream_index][draw.attempt]
+                    dataclasses.replace(
+                        trajectory, attempt=draw_tasks.attempt, task=draw_tasks.task
+                    )
+                    for trajectory in self.groups[draw_tasks.stream_index][draw_tasks.attempt]
                 )
             )
-            for draw in draws
+            for draw_tasks in draws
         ]
 
 
@@ -278,17 +280,21 @@ def test_draws_go_on_while_anything_is_left(num_solved, count):
     """This holds for any number of draws, and however often solved tasks recur."""
     stream = Stream([Task(id=f"q{i}", question="?") for i in range(100)], seed=0)
     solved = SkipSet({f"q{i}": 0.0 for i in range(num_solved)})
-    draws, num_tasks_taken = draw(stream, 0, count, solved)
+    draws, num_tasks_taken = draw_tasks(stream, 0, count, solved)
     assert len(draws) == count
     passed = [task.id for task in stream.take(0, num_tasks_taken)]
-    assert [draw.task.id for draw in draws] == [name for name in passed if name not in solved]
-    assert [draw.task.id for draw in draws] == [passed[draw.stream_index] for draw in draws]
+    assert [draw_tasks.task.id for draw_tasks in draws] == [
+        name for name in passed if name not in solved
+    ]
+    assert [draw_tasks.task.id for draw_tasks in draws] == [
+        passed[draw_tasks.stream_index] for draw_tasks in draws
+    ]
 
 
 def test_a_stream_of_solved_tasks_is_refused():
     stream = Stream([Task(id=f"q{i}", question="?") for i in range(3)], seed=0)
     with pytest.raises(NotEnoughGroupsError, match="all 3 tasks are solved and skipped"):
-        draw(stream, 5, 1, SkipSet({f"q{i}": 0.0 for i in range(3)}))
+        draw_tasks(stream, 5, 1, SkipSet({f"q{i}": 0.0 for i in range(3)}))
 
 
 def test_unfinished_groups_are_given_again_and_only_the_missing_ones_drawn():
@@ -297,11 +303,13 @@ def test_unfinished_groups_are_given_again_and_only_the_missing_ones_drawn():
 
     def sample_slowly(draws):
         before = {index for call in calls for index in call}
-        calls.append([draw.stream_index for draw in draws])
+        calls.append([draw_tasks.stream_index for draw_tasks in draws])
         groups = make_sampler(*[[1, 0]] * 20)(draws)
         return [
-            None if draw.stream_index % 3 == 0 and draw.stream_index not in before else group
-            for draw, group in zip(draws, groups, strict=True)
+            None
+            if draw_tasks.stream_index % 3 == 0 and draw_tasks.stream_index not in before
+            else group
+            for draw_tasks, group in zip(draws, groups, strict=True)
         ]
 
     changes = {"filter.unfinished_tasks": 1}

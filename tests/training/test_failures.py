@@ -6,8 +6,8 @@ import pytest
 
 from jaxrl.objectives.metrics import Metric
 from jaxrl.training.failures import (
+    AllEpisodesFailedError,
     FailureCounter,
-    NothingWorksError,
     first_error,
     has_learned,
 )
@@ -41,7 +41,7 @@ def test_a_run_stops_after_batches_in_a_row_that_failed():
     failures.record_batch([make_trajectory(), fail_with("down")])  # one works
     failures.record_batch([fail_with("still down")])
     for _ in range(2):  # as after a restart that mended nothing
-        with pytest.raises(NothingWorksError, match=r"batches in a row .*: gone\. The policy"):
+        with pytest.raises(AllEpisodesFailedError, match=r"batches in a row .*: gone\. The policy"):
             failures.record_batch([fail_with("gone")])
     assert [line.rpartition(": ")[2] for line in lines[:3]] == ["down", "still down", "gone"]
 
@@ -49,7 +49,9 @@ def test_a_run_stops_after_batches_in_a_row_that_failed():
 def test_an_evaluation_without_any_score_stops_the_run():
     failures, _ = make_counter(3)
     failures.check_suites({})
-    with pytest.raises(NothingWorksError, match=r"evaluation \(greedy, sampled\) .*: down\. The"):
+    with pytest.raises(
+        AllEpisodesFailedError, match=r"evaluation \(greedy, sampled\) .*: down\. The"
+    ):
         failures.check_suites({"greedy": "down", "sampled": "too"})
 
 

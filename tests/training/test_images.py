@@ -14,8 +14,8 @@ from jaxrl.models.attachments import POSITIONS, UNITS
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.policy import Model
 from jaxrl.training.optimizer import make_optimizer
-from jaxrl.training.packing import BatchShape, assign_rows, make_items
-from jaxrl.training.update import GradientStep, UpdateStep, init_state, put_batch
+from jaxrl.training.packing import BatchShape, assign_rows, compute_sequence_sizes
+from jaxrl.training.update import GradientStep, UpdateStep, init_state, shard_batch
 from tests.helpers import relative_distance, resolved
 from tests.toys import one_device_mesh
 from tests.training.seen import (
@@ -51,7 +51,7 @@ def model(frozen=(), name="qwen2_5_vl"):
 
 def gradient_of(shape, name):
     packed = packed_in(dataclasses.replace(shape, tower=golden(name)[0].tower))
-    batch = put_batch(one_device_mesh(), packed.batch)
+    batch = shard_batch(one_device_mesh(), packed.batch)
     return GradientStep(model(name=name), weighted)(golden(name)[1], batch, packed).gradients
 
 
@@ -84,7 +84,7 @@ def test_a_frozen_tower_gets_no_gradient_and_stays_as_it_is():
     optimizer = make_optimizer(build_optimizer_settings(resolved(settings), "train"))
     mesh = one_device_mesh()
     packed = packed_in(SHAPES["apart"])
-    batch = put_batch(mesh, packed.batch)
+    batch = shard_batch(mesh, packed.batch)
     policy = model(frozen)
     params_of_run, policy.base = policy.split(jax.tree.map(jnp.array, params))
     assert set(policy.base) == {"vision"}
@@ -150,14 +150,14 @@ def test_an_image_is_on_each_device_that_has_its_tokens():
 
 
 def test_rows_have_room_for_the_images_of_their_sequences():
-    items = make_items(sequences(), SHAPES["shared prompts"])
+    items = compute_sequence_sizes(sequences(), SHAPES["shared prompts"])
     assert [item.units for item in items] == [16, 18, 16, 0, 16]
     assert [item.shared_units for item in items] == [16, 16, 16, 0, 16]
     assert items[0].prompt == items[1].prompt == items[2].prompt
     # The same ids, but other images.
     assert (sequences()[4].token_ids[:25] == sequences()[0].token_ids[:25]).all()
     assert items[4].prompt != items[0].prompt
-    alone = make_items(sequences(), SHAPES["apart"])
+    alone = compute_sequence_sizes(sequences(), SHAPES["apart"])
     assert all(sum(alone[i].units for i in row) <= 18 for row in assign_rows(alone, 500, 18))
     assert sorted(map(len, assign_rows(alone, 500, 34))) == [2, 3]
 
@@ -169,7 +169,9 @@ def test_a_video_of_a_shared_prompt_is_packed_like_an_image():
     video = Image(patches=patches, grid=(2, 4, 4), times=(0.0, 1.5))
     selected = [sequence(seed, [4, video, 2, 2 * seed + 1], 3) for seed in (1, 2)]
     shape = shape_of(1, 1, 48, shares_prompts=True, max_tokens=24)
-    assert [(i.units, i.shared_units) for i in make_items(selected, shape)] == [(8, 8)] * 2
+    assert [(i.units, i.shared_units) for i in compute_sequence_sizes(selected, shape)] == [
+        (8, 8)
+    ] * 2
     packed = packed_in(shape, selected, ADVANTAGES[:2])
     arrays = {name: array[0, 0] for name, array in packed.batch.token_arrays.items()}
     [units] = tower.collate([video]).units

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from jaxrl.training.packing import (
     MICRO_BATCH_TOKENS,
     BatchShape,
-    Item,
-    SizesInUse,
+    CompiledSizes,
+    SequenceSize,
     assign_rows,
     fit_rows,
     list_sizes,
-    pack,
+    pack_sequences,
 )
 from tests.helpers import Sequence, gather, random_sequences, sharing_prompts
 
@@ -31,7 +31,7 @@ def sequence(mask, rollout=-1.0):
 
 
 def rows_of(lengths, row_tokens):
-    items = [Item(length=length, prompt=index) for index, length in enumerate(lengths)]
+    items = [SequenceSize(length=length, prompt=index) for index, length in enumerate(lengths)]
     return assign_rows(items, row_tokens)
 
 
@@ -46,17 +46,20 @@ def test_rows_of_shared_prompts_by_hand():
     # Prompts of 4, responses of 5, 3 and 2, 2. A row of 12 has room for 4 + 5 + 3 or 4 + 2 + 2 + 4,
     # but not for the 9 and another prompt's 6.
     items = [
-        Item(length=4 + n, prompt=p, num_shared=4) for p, n in ((7, 5), (8, 2), (7, 3), (8, 2))
+        SequenceSize(length=4 + n, prompt=p, num_shared=4)
+        for p, n in ((7, 5), (8, 2), (7, 3), (8, 2))
     ]
     assert assign_rows(items, 12) == [[0, 2], [1, 3]]
     # Prompt 1 has the most tokens: 8 + (6 - 3) = 11 of 12. Prompt 2 begins the next row with
     # 6 + (4 - 3) = 7, and prompt 3 goes on with 5.
-    items = [Item(length=n, prompt=p, num_shared=3) for p, n in ((2, 4), (1, 6), (2, 6), (1, 8))]
-    items.append(Item(length=5, prompt=3))
+    items = [
+        SequenceSize(length=n, prompt=p, num_shared=3) for p, n in ((2, 4), (1, 6), (2, 6), (1, 8))
+    ]
+    items.append(SequenceSize(length=5, prompt=3))
     assert assign_rows(items, 12) == [[3, 1], [2, 0, 4]]
     # Of four sequences of 4 + 3 with one prompt, a row of 13 has room for three; the fourth repeats
     # the prompt.
-    items = [Item(length=7, prompt=1, num_shared=4) for _ in range(4)]
+    items = [SequenceSize(length=7, prompt=1, num_shared=4) for _ in range(4)]
     assert assign_rows(items, 13) == [[0, 1, 2], [3]]
 
 
@@ -66,7 +69,7 @@ def test_a_prompt_stands_once_in_a_row_by_hand():
     sequences = [sequence([0, 0, 0, *[1] * n]) for n in (2, 1, 3)]
     weights = [np.arange(len(s.token_ids), dtype=np.float32) for s in sequences]
     shape = BatchShape(num_micro=2, micro_rows=1, row_tokens=10, shares_prompts=True)
-    packed = pack(
+    packed = pack_sequences(
         sequences,
         np.array([2.0, -1.0, 0.5], np.float32),
         shape,
@@ -85,7 +88,7 @@ def test_a_prompt_stands_once_in_a_row_by_hand():
     assert packed.padding == pytest.approx(7 / 20)
     # Advantages of single tokens stand beside these, and nowhere else.
     by_token = [np.arange(len(s.token_ids), dtype=np.float32) + 10 for s in sequences]
-    batch = pack(sequences, by_token, shape).batch
+    batch = pack_sequences(sequences, by_token, shape).batch
     np.testing.assert_array_equal(batch.advantages[0, 0], [0, 0, 0, 13, 14, 15, 0, 13, 14, 0])
 
 
@@ -101,11 +104,11 @@ def test_a_prompt_stands_once_in_a_row_by_hand():
 )
 def test_what_is_shared(masks, num_shared):
     shape = BatchShape(num_micro=1, micro_rows=1, row_tokens=12, shares_prompts=True)
-    packed = pack([sequence(mask) for mask in masks], np.ones(2, np.float32), shape)
+    packed = pack_sequences([sequence(mask) for mask in masks], np.ones(2, np.float32), shape)
     assert packed.num_shared == num_shared
     different = [sequence(mask) for mask in masks]
     different[1].token_ids[0] = 9
-    assert pack(different, np.ones(2, np.float32), shape).num_shared == 0
+    assert pack_sequences(different, np.ones(2, np.float32), shape).num_shared == 0
 
 
 def test_smaller_micro_batches_hold_as_many_sequences():
@@ -124,7 +127,7 @@ def test_smaller_micro_batches_hold_as_many_sequences():
 def test_rows_fit_equal_groups_by_hand():
     # Four sequences of 64 + 128 tokens take 63 + 4 * 129 = 579 slots, so a row of 4 * 192 = 768 has
     # no room for a second group, nor for two of its sequences (771). Lengths are multiples of 16.
-    items = [Item(length=192, prompt=i // 4, num_shared=63) for i in range(32)]
+    items = [SequenceSize(length=192, prompt=i // 4, num_shared=63) for i in range(32)]
     shape = BatchShape.for_sequences(32, micro_rows=4, row_tokens=192, shards_with_prompts=1)
     fitted, rows = fit_rows(items, shape)
     assert (fitted.micro_rows, fitted.row_tokens) == (1, 592)
@@ -138,7 +141,7 @@ def test_a_size_is_added_when_it_would_have_saved_enough():
     shape = BatchShape.for_sequences(1, micro_rows=1, row_tokens=256, shards_with_prompts=1)
 
     def fit(length):
-        return fit_rows([Item(length=length, prompt=0)], shape)[0].row_tokens
+        return fit_rows([SequenceSize(length=length, prompt=0)], shape)[0].row_tokens
 
     assert fit(190) == 192
     # 192 + 64 cost 0.6 times more than 96 + 64.
@@ -148,7 +151,7 @@ def test_a_size_is_added_when_it_would_have_saved_enough():
     assert shape.sizes.sizes == ((1, 192), (1, 96), (1, 208))
     # After an update ran out of memory, sizes that are now too large are not used.
     two = BatchShape.for_sequences(2, micro_rows=2, row_tokens=256, shards_with_prompts=1)
-    items = [Item(length=200, prompt=i) for i in range(2)]
+    items = [SequenceSize(length=200, prompt=i) for i in range(2)]
     assert fit_rows(items, two)[0].row_tokens == 400
     assert fit_rows(items, two.with_full_rows(1))[0].row_tokens == 208
 
@@ -163,13 +166,15 @@ def test_a_size_saves_its_compilation_by_hand():
 def test_a_restored_run_chooses_the_same_sizes():
     rng = np.random.default_rng(0)
     shape = BatchShape.for_sequences(16, micro_rows=4, row_tokens=384, shards_with_prompts=1)
-    restored = dataclasses.replace(shape, sizes=SizesInUse())
+    restored = dataclasses.replace(shape, sizes=CompiledSizes())
     for step in range(60):
         if step % 20 == 7:
             saved = json.loads(json.dumps(dataclasses.asdict(restored.sizes)))
-            restored = dataclasses.replace(restored, sizes=SizesInUse.from_json(saved))
+            restored = dataclasses.replace(restored, sizes=CompiledSizes.from_json(saved))
         lengths = rng.integers(70, 384, 16).tolist()
-        items = [Item(length=n, prompt=i // 4, num_shared=63) for i, n in enumerate(lengths)]
+        items = [
+            SequenceSize(length=n, prompt=i // 4, num_shared=63) for i, n in enumerate(lengths)
+        ]
         fitted, other = fit_rows(items, shape)[0], fit_rows(items, restored)[0]
         assert (fitted.micro_rows, fitted.row_tokens) == (other.micro_rows, other.row_tokens)
     assert restored.sizes == shape.sizes
@@ -192,9 +197,9 @@ def test_sizes_are_the_cheapest_that_fit(lengths, per_shard, num_shards, num_pro
         shards_with_prompts=num_shards * shares,
     )
     items = [
-        Item(length=n, prompt=i % num_prompts, num_shared=min(lengths) // 2 * shares)
+        SequenceSize(length=n, prompt=i % num_prompts, num_shared=min(lengths) // 2 * shares)
         if shares
-        else Item(length=n, prompt=i)
+        else SequenceSize(length=n, prompt=i)
         for i, n in enumerate(lengths)
     ]
 
@@ -230,15 +235,17 @@ def test_sequences_that_do_not_fit_are_refused():
     assert merged.row_tokens == 16
     for too_small in (shape, merged):
         with pytest.raises(ValueError, match=r"9 tokens does not fit a row of 8.*max_total_tokens"):
-            pack([sequence([1] * 3), sequence([1] * 9)], np.ones(2), too_small)
+            pack_sequences([sequence([1] * 3), sequence([1] * 9)], np.ones(2), too_small)
     shape = BatchShape(num_micro=1, micro_rows=2, row_tokens=4)
     with pytest.raises(ValueError, match="3 sequences need 3 rows, the batch has 2"):
-        pack([sequence([0, 1, 1])] * 3, np.ones(3), shape)
+        pack_sequences([sequence([0, 1, 1])] * 3, np.ones(3), shape)
 
 
 def test_nothing_to_pack():
     shape = BatchShape(num_micro=1, micro_rows=2, row_tokens=4)
-    packed = pack([], np.zeros(0), shape, token_fields={"token_weights": []}, num_loss_tokens=1)
+    packed = pack_sequences(
+        [], np.zeros(0), shape, token_fields={"token_weights": []}, num_loss_tokens=1
+    )
     assert (packed.num_micro, packed.num_tokens, packed.num_loss_tokens) == (0, 0, 1)
     assert packed.batch.token_weights.shape == (1, 2, 4)
     assert not packed.batch.token_weights.any()
@@ -272,7 +279,7 @@ def test_batches_hold_each_token_once(case, micro_rows, seed):
     advantages = np.array([sequence.advantage for sequence in sequences], np.float32)
     offsets = np.cumsum(lengths)[:-1]
     weights = np.split(np.random.default_rng(seed).random(sum(lengths), np.float32), offsets)
-    packed = pack(sequences, advantages, shape, token_fields={"token_weights": weights})
+    packed = pack_sequences(sequences, advantages, shape, token_fields={"token_weights": weights})
     batch = packed.batch
     _, *size = batch.token_ids.shape
     assert np.prod(size) <= micro_rows * row_tokens
@@ -315,7 +322,7 @@ def test_rows_with_shared_prompts_hold_each_token_with_loss_once(lengths, prompt
     sequences = sharing_prompts(random_sequences(lengths), prompts)
     sizes = {"micro_rows": micro_rows, "row_tokens": 30}
     shape = BatchShape.for_sequences(12, **sizes, shards_with_prompts=1)
-    packed = pack(sequences, np.ones(12, np.float32), shape)
+    packed = pack_sequences(sequences, np.ones(12, np.float32), shape)
     batch = packed.batch
     assert (batch.segment_ids > 0).sum() == packed.num_tokens - packed.num_shared
     assert packed.num_tokens == sum(lengths)

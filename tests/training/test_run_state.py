@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl.data.serialization import serialize_trajectory
 from jaxrl.training.collect import CollectedGroups
-from jaxrl.training.packing import SizesInUse
+from jaxrl.training.packing import CompiledSizes
 from jaxrl.training.run_state import Progress, RunState
 from jaxrl.training.usage import UsageStats
 from jaxrl.types import GroupStats, flatten_groups
@@ -75,15 +75,15 @@ def test_prefetched_groups_are_restored_where_they_fit(changes, is_restored):
         assert read.sampled_stats[0] == pending.sampled_stats[0]
 
 
-def test_sizes_in_use_are_restored_and_belong_to_a_stage():
+def test_compiled_sizes_are_restored_and_belong_to_a_stage():
     method = method_with()
-    in_use = SizesInUse(((1, 96), (2, 64)), 0.25)
-    saved = json.dumps(Progress(stage="sft", sizes_in_use=in_use).to_json())
+    in_use = CompiledSizes(((1, 96), (2, 64)), 0.25)
+    saved = json.dumps(Progress(stage="sft", compiled_sizes=in_use).to_json())
     progress = Progress.from_json(json.loads(saved), method)
-    assert progress.sizes_in_use == in_use
+    assert progress.compiled_sizes == in_use
     session = SimpleNamespace(progress=progress, components=SimpleNamespace(method=method))
     assert RunState.begin_stage(session, "train")
-    assert progress.sizes_in_use == SizesInUse()
+    assert progress.compiled_sizes == CompiledSizes()
 
 
 def test_records_after_a_checkpoint_are_newer():

@@ -18,13 +18,13 @@ from jaxrl.models.policy import Model
 from jaxrl.objectives.aggregation import AGGREGATIONS
 from jaxrl.runtime.sharding import make_mesh, param_shardings
 from jaxrl.training.packing import BatchShape, compute_logit_capacities
-from jaxrl.training.reference_kl import unpack
+from jaxrl.training.reference_kl import unpack_sequences
 from jaxrl.training.update import (
     ScoreStep,
     UpdateStep,
     init_state,
     move_moments,
-    put_batch,
+    shard_batch,
 )
 from jaxrl.types import Batch
 from tests.helpers import (
@@ -223,7 +223,7 @@ def packed(sequences):
 
 @pytest.fixture(scope="module")
 def batch(packed):
-    return put_batch(MESH, packed.batch)
+    return shard_batch(MESH, packed.batch)
 
 
 ORDERS = {"": range(8), ", in another order": [5, 2, 7, 0, 6, 3, 1, 4]}
@@ -287,8 +287,8 @@ def test_scores_of_a_shared_prompt_are_those_of_whole_sequences(score, params, s
     by_sharing = []
     for shares_prompts in (False, True):
         packed = pack_all(members, replace(SHAPE, shares_prompts=shares_prompts))
-        values = np.asarray(score(params, put_batch(MESH, packed.batch), packed))
-        by_sharing.append(unpack(packed, values, members))
+        values = np.asarray(score(params, shard_batch(MESH, packed.batch), packed))
+        by_sharing.append(unpack_sequences(packed, values, members))
     for whole, shared in zip(*by_sharing, strict=True):
         np.testing.assert_allclose(shared, whole, rtol=2e-6)
 
@@ -425,7 +425,7 @@ def test_two_epochs_of_two_mini_batches_are_those_of_plain_arithmetic(
     batches = []
     for half in halves:
         packed = pack_all([sequences[i] for i in half], SHAPE, aggregation="seq-mean-token-mean")
-        batch = put_batch(MESH, packed.batch)
+        batch = shard_batch(MESH, packed.batch)
         old = score(params, batch, packed)
         batches.append((packed, replace(batch, old_logprobs=old)))
 
@@ -495,7 +495,7 @@ def test_one_compilation_serves_any_number_of_micro_batches(update, params, sequ
             if not members:
                 extra = np.zeros(batch.token_ids.shape, np.float32)
                 batch = replace(batch, old_logprobs=extra, ref_logprobs=extra)
-            state, _ = update(state, put_batch(MESH, batch), packed)
+            state, _ = update(state, shard_batch(MESH, batch), packed)
     assert seen == {0, 1, 2}
     assert update.num_programs <= UPDATE_PROGRAMS
     assert len(compiled) <= 5  # those not compiled by an earlier test
@@ -505,7 +505,7 @@ def test_one_compilation_serves_any_number_of_micro_batches(update, params, sequ
 def update_once(params, sequences, variant):
     """Update with new objects; return the parameters and the number of compiled programs."""
     packed = pack_all(sequences[:2], SHAPE)
-    batch, state = put_batch(MESH, packed.batch), fresh_state(params)
+    batch, state = shard_batch(MESH, packed.batch), fresh_state(params)
     settings = {**variant.settings, "shares_programs": True}
     update = UpdateStep(tiny_model(), variant.token_loss, OPTIMIZER, **settings)
     with compilations() as compiled:
@@ -534,7 +534,7 @@ def test_a_user_loss_shares_no_programs():
 
 
 def test_shared_programs_hold_no_weights(params, packed):
-    batch, model = put_batch(MESH, packed.batch), tiny_model()
+    batch, model = shard_batch(MESH, packed.batch), tiny_model()
     model.base = {"beside": jnp.ones(3)}
     update = UpdateStep(model, policy_loss(), OPTIMIZER, shares_programs=True)
     score = ScoreStep(model, temperature=1.0)
@@ -547,10 +547,10 @@ def test_shared_programs_hold_no_weights(params, packed):
 
 @pytest.mark.parametrize("bad", [np.nan, 3e38])
 def test_a_gradient_that_is_not_finite_is_skipped_and_counted(bad, update, params, packed):
-    good = put_batch(MESH, packed.batch)
+    good = shard_batch(MESH, packed.batch)
     advantages = packed.batch.advantages.copy()
     advantages[tuple(np.argwhere(packed.batch.loss_mask)[5])] = bad
-    broken = put_batch(MESH, replace(packed.batch, advantages=advantages))
+    broken = shard_batch(MESH, replace(packed.batch, advantages=advantages))
 
     state = fresh_state(params)
     state, metrics = update(state, good, packed)
@@ -612,7 +612,7 @@ def test_moments_are_in_host_memory_between_updates(update, params, packed, batc
 def test_single_step_takes_its_own_logprobs_for_the_old(score, params, sequences, gradients):
     packed = pack_all(sequences[:4], SHAPE)
     batch = packed.batch
-    scores = np.asarray(score(params, put_batch(MESH, batch), packed))
+    scores = np.asarray(score(params, shard_batch(MESH, batch), packed))
     expected, _ = gradients[ALL_TERMS](
         params, replace(batch, old_logprobs=scores), packed.num_micro
     )

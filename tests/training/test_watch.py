@@ -4,8 +4,8 @@ import pytest
 
 from jaxrl.training.watch import (
     SIGN_COOLDOWN_STEPS,
-    Sign,
-    UnsoundError,
+    CollapseError,
+    CollapseSign,
     WatchState,
     check_step,
     rollback_target,
@@ -16,7 +16,11 @@ from tests.helpers import method_with
 
 def judge(record, state, *, limit=0.5):
     step = state.get("step", 0) + 1
-    signs = [Sign(name="bad", text="it is bad", since=step - 1)] if record["bad"] > limit else []
+    signs = (
+        [CollapseSign(name="bad", text="it is bad", since=step - 1)]
+        if record["bad"] > limit
+        else []
+    )
     return {"step": step}, signs
 
 
@@ -65,7 +69,7 @@ def test_it_gets_the_step_and_no_metric_in_which_processes_differ():
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("broken", "it returned ({}, ['bad']); expected a dict and a list of Sign"),
+        ("broken", "it returned ({}, ['bad']); expected a dict and a list of CollapseSign"),
         ("failing", "KeyError: 'bad'"),
     ],
 )
@@ -93,5 +97,5 @@ def test_the_newest_sound_checkpoint_is_the_rollback_target(since, steps, target
 def test_a_run_without_a_rollback_target_ends(num_roll_backs, steps, text):
     watch = method_with(**{"watch.name": "sentinel"}).watch
     sign = {"name": "bad", "text": "it is bad.", "since": 1}
-    with pytest.raises(UnsoundError, match=f"bad: it is bad. .*{text}"):
+    with pytest.raises(CollapseError, match=f"bad: it is bad. .*{text}"):
         rollback_target(sign, watch, WatchState(num_roll_backs=num_roll_backs), steps)

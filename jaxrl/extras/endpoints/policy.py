@@ -35,7 +35,13 @@ from jaxrl.envs.search.resilient import ResilientSearch
 from jaxrl.extras.endpoints.completions import EndpointTool, get_first_choice, wrap_endpoint
 from jaxrl.extras.endpoints.images import make_data_url, prepare_image
 from jaxrl.extras.endpoints.keys import KEYS
-from jaxrl.sampling.episodes import BaseRollout, ReplySchedule, RewardFn, StartError, TokenLimits
+from jaxrl.sampling.episodes import (
+    BaseRollout,
+    EpisodeStartError,
+    ReplySchedule,
+    RewardFn,
+    TokenLimits,
+)
 from jaxrl.sampling.interfaces import Processor, SamplingConfig
 from jaxrl.sampling.rollout import IDLE_POLL_S, check_stop
 from jaxrl.sampling.step_results import get_images, make_failed_step
@@ -345,7 +351,7 @@ class ChatRollout(BaseRollout):
                 output = self._generate_turn(prompt, sample, draw, sampling)
             except OutageError:
                 raise
-            except (ToolError, StartError, UnreadableImageError) as error:
+            except (ToolError, EpisodeStartError, UnreadableImageError) as error:
                 turn = Turn(text="", error=replace_surrogates(str(error))[:MAX_ERROR_CHARS])
                 self._end_episode(sample, turn, Outcome.ENVIRONMENT_ERROR)
                 return

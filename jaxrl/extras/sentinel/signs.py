@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxrl.extras.sentinel.evidence import StepStats, compute_step_stats
 from jaxrl.training.method import Method
-from jaxrl.training.watch import Sign
+from jaxrl.training.watch import CollapseSign
 from jaxrl.types import Group
 
 BASELINE_STEPS = 50
@@ -57,7 +57,7 @@ def detect_signs(
     reward_fall: float,
     share: float,
     gap: float,
-) -> tuple[dict[str, Any], list[Sign]]:
+) -> tuple[dict[str, Any], list[CollapseSign]]:
     """Apply all rules to a step; return the new state and the signs, most certain first.
 
     Args:
@@ -109,7 +109,7 @@ def detect_signs(
             healthy_step = step - counts[name]  # the last step without the sign
             if name == "reward":
                 healthy_step = min(healthy_step, best["number"])
-            signs.append(Sign(name=sign[0], text=sign[1], since=max(healthy_step, 0)))
+            signs.append(CollapseSign(name=sign[0], text=sign[1], since=max(healthy_step, 0)))
     stats = {key: value for key, value in now.items() if key != "twins"}
     next_state = {
         "steps": [*past, stats][-BASELINE_STEPS:],

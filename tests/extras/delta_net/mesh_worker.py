@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxrl.runtime.sharding import param_shardings
 from jaxrl.training.packing import BatchShape
-from jaxrl.training.update import GradientStep, ScoreStep, put_batch
+from jaxrl.training.update import GradientStep, ScoreStep, shard_batch
 from tests.extras.delta_net.models import TINY_HYBRID, random_params
 from tests.helpers import gather, pack_all, policy_loss, random_sequences, relative_distance
 from tests.mesh_worker import (
@@ -36,7 +36,7 @@ def check_meshes(config, meshes):
         mesh = mesh_of(sizes)
         model = build_model(mesh, config, logits_chunk_tokens=256)
         on_mesh = jax.device_put(params, param_shardings(mesh, config))
-        batch = put_batch(mesh, packed.batch)
+        batch = shard_batch(mesh, packed.batch)
         gradient = GradientStep(model, policy_loss())(on_mesh, batch, packed).gradients
         logprobs = ScoreStep(model, temperature=1.0)(on_mesh, batch, packed)
         gradient, logprobs = jax.device_get((gradient, logprobs))
@@ -52,7 +52,7 @@ def check_meshes(config, meshes):
         one = mesh_of(complete())
         sampled = pack_all(samples, shape)
         score = ScoreStep(build_model(one, config), temperature=1.0)
-        scored = score(params, put_batch(one, sampled.batch), sampled)
+        scored = score(params, shard_batch(one, sampled.batch), sampled)
         for index, sequence in enumerate(samples):
             gap = gather(sampled.batch, scored, index) - sequence.rollout_logprobs
             check_below(1e-4, sampled_gap=np.abs(gap)[sequence.loss_mask].max(initial=0))

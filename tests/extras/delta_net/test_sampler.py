@@ -11,7 +11,7 @@ from jaxrl.envs.base import Observation, Outcome, StepResult
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.policy import Model
 from jaxrl.sampling.next_token import KINDS
-from jaxrl.training.packing import BatchShape, pack
+from jaxrl.training.packing import BatchShape, pack_sequences
 from tests.extras.delta_net.models import TINY_HYBRID, random_params
 from tests.toys import ROOMY, Player, ScriptedEnv, chain, one_device_mesh, script, toy_tokenizer
 
@@ -60,7 +60,7 @@ def score(params, micro, temperature):
 def assert_scores_agree(trajectories, params, *, temperature):
     """Check that the trainer, which packs trajectories in rows, has the sampler's numbers."""
     shape = BatchShape(num_micro=1, micro_rows=16, row_tokens=200)
-    packed = pack(trajectories, np.zeros(len(trajectories)), shape)
+    packed = pack_sequences(trajectories, np.zeros(len(trajectories)), shape)
     micro = jax.tree.map(lambda x: x[0], packed.batch)
     logprobs, entropies = (np.asarray(x) for x in score(params, micro, temperature))
     for index, trajectory in enumerate(trajectories):

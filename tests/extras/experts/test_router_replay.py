@@ -23,8 +23,8 @@ from jaxrl.models.aux_arrays import AuxArrays
 from jaxrl.models.layers import LayerScan
 from jaxrl.models.policy import Model
 from jaxrl.training.minibatches import shard_minibatches
-from jaxrl.training.packing import BatchShape, make_items, pack
-from jaxrl.training.update import ScoreStep, UpdateStep, init_state, put_batch
+from jaxrl.training.packing import BatchShape, compute_sequence_sizes, pack_sequences
+from jaxrl.training.update import ScoreStep, UpdateStep, init_state, shard_batch
 from tests.helpers import (
     Sequence,
     method_with,
@@ -180,7 +180,7 @@ def whole(trajectories, replayed=MOE.recorded_specs, **changes):
     """Return one packed micro-batch, without its first axis."""
     sizes = {"num_micro": 1, "micro_rows": len(trajectories), "row_tokens": 64} | changes
     shape = BatchShape(**sizes, token_arrays=replayed)
-    return pack(trajectories, np.zeros(len(trajectories), np.float32), shape)
+    return pack_sequences(trajectories, np.zeros(len(trajectories), np.float32), shape)
 
 
 def first_micro(packed):
@@ -283,10 +283,10 @@ def test_prompts_of_other_experts_are_others(with_advantages):
     experts = second.token_arrays[ROUTED_EXPERTS].copy()
     experts[0, 0] = (experts[0, 0] + 1) % 8
     changed = [first, dataclasses.replace(second, token_arrays={ROUTED_EXPERTS: experts}), third]
-    prompts = [item.prompt for item in make_items(changed, shape)]
+    prompts = [item.prompt for item in compute_sequence_sizes(changed, shape)]
     assert prompts[0] == prompts[2] != prompts[1]
     blind = dataclasses.replace(shape, token_arrays={})
-    assert len({item.prompt for item in make_items(changed, blind)}) == 1
+    assert len({item.prompt for item in compute_sequence_sizes(changed, blind)}) == 1
 
 
 def test_the_old_policy_replays_and_the_reference_chooses_for_itself(sampled):
@@ -295,7 +295,7 @@ def test_the_old_policy_replays_and_the_reference_chooses_for_itself(sampled):
     method = method_with(**{"kl.coef": 0.1, "kl.apply_to": "loss", "optimizer.num_epochs": 2})
     packed, plain = whole(sampled), whole(sampled, {})
     [batch] = shard_minibatches([packed], model.mesh, step, MOVED, MOVED, method)
-    by_own_choice = np.asarray(step(MOVED, put_batch(model.mesh, plain.batch), plain))
+    by_own_choice = np.asarray(step(MOVED, shard_batch(model.mesh, plain.batch), plain))
     np.testing.assert_array_equal(batch.ref_logprobs, by_own_choice)
     replayed = np.asarray(batch.old_logprobs)
     assert np.abs(replayed - by_own_choice).max() > 1e-3

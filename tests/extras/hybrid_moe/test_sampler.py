@@ -12,7 +12,7 @@ from jaxrl.extras.experts.routing import ROUTED_EXPERTS
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.aux_arrays import AuxArrays
 from jaxrl.models.policy import Model
-from jaxrl.training.packing import BatchShape, pack
+from jaxrl.training.packing import BatchShape, pack_sequences
 from tests.extras.delta_net.models import random_params
 from tests.extras.hybrid_moe.models import TINY_NEXT
 from tests.helpers import full_pass
@@ -51,7 +51,7 @@ def sampled():
 def score(params, trajectories, token_arrays):
     """Return the trainer's log-probabilities of sampled tokens, with those of the sampler."""
     shape = BatchShape(num_micro=1, micro_rows=4, row_tokens=400, token_arrays=token_arrays)
-    packed = pack(trajectories, np.zeros(len(trajectories)), shape)
+    packed = pack_sequences(trajectories, np.zeros(len(trajectories)), shape)
     micro = jax.tree.map(lambda x: x[0], packed.batch)
     model = Model(TINY_NEXT, one_device_mesh(), XLA, num_tokens=TOKENIZER.num_tokens)
     logprobs = jax.jit(model.token_logprobs)(params, micro, temperature=1.0)[0]

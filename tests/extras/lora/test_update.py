@@ -11,7 +11,7 @@ from jaxrl.models.params import merge_params
 from jaxrl.models.policy import Model
 from jaxrl.runtime.sharding import make_mesh, param_shardings
 from jaxrl.training.packing import BatchShape
-from jaxrl.training.update import ScoreStep, UpdateStep, init_state, put_batch
+from jaxrl.training.update import ScoreStep, UpdateStep, init_state, shard_batch
 from tests.helpers import (
     NUM_TOKENS,
     TINY,
@@ -98,7 +98,7 @@ def test_an_update_changes_the_adapter_alone():
     moments = optax.tree_utils.tree_get(state.opt_state, "mu")
     assert jax.tree.structure(moments) == jax.tree.structure(start)
     packed = pack_all(random_sequences(LENGTHS), WHOLE)
-    batch, step = put_batch(MESH, packed.batch), UpdateStep(model, policy_loss(), optimizer)
+    batch, step = shard_batch(MESH, packed.batch), UpdateStep(model, policy_loss(), optimizer)
     for _ in range(2):
         state, metrics = step(state, batch, packed)
     assert float(metrics["grad_norm"].value) > 0
@@ -111,7 +111,7 @@ def test_with_the_adapter_off_scores_are_those_of_the_base():
     """In the scoring program, B = 0 gives the base's scores bit for bit."""
     base = tiny_params()
     packed = pack_all(random_sequences(LENGTHS), WHOLE)
-    batch = put_batch(MESH, packed.batch)
+    batch = shard_batch(MESH, packed.batch)
     score = ScoreStep(adapted_model(base), temperature=1.0)
     params = some_adapter()
     on = score(params, batch, packed)

@@ -19,7 +19,7 @@ from jaxrl.runtime.checkpoint import Checkpointer, CheckpointError, list_steps
 from jaxrl.runtime.preemption import Best
 from jaxrl.training.run_state import Progress
 from jaxrl.training.usage import UsageStats
-from jaxrl.training.watch import Sign, UnsoundError
+from jaxrl.training.watch import CollapseError, CollapseSign
 from tests.helpers import build, method_of, settings_of
 from tests.runs import (
     assert_same_weights,
@@ -39,7 +39,7 @@ def judge(record, state, *, step, since, always=False):
     """Detector that raises a sign at one step while the learning rate is the initial rate."""
     number = state.get("number", 0) + 1
     is_bad = number == step and (always or record["actor/lr_scale"] == 1.0)
-    signs = [Sign(name="bad", text="The test says so.", since=since)] if is_bad else []
+    signs = [CollapseSign(name="bad", text="The test says so.", since=since)] if is_bad else []
     return {"number": number}, signs
 
 
@@ -236,7 +236,7 @@ def test_the_best_is_a_checkpoint_that_is_left(values, value, step):
 def test_too_many_returns_end_the_run_and_save_it(tiny_world, warm_model, tmp_path):
     settings = (("step", 3), ("since", 2), ("always", True))
     config = watching(tiny_world, warm_model, "roll_back", settings, **{"watch.max_roll_backs": 2})
-    with pytest.raises(UnsoundError, match=r"rolled back 2 times.*max_roll_backs"):
+    with pytest.raises(CollapseError, match=r"rolled back 2 times.*max_roll_backs"):
         play(config, tmp_path / "run")
     lines = [json.loads(line) for line in (tmp_path / "run" / "roll_backs.jsonl").open()]
     assert [line["lr_scale"] for line in lines] == [0.5, 0.25]
@@ -245,7 +245,7 @@ def test_too_many_returns_end_the_run_and_save_it(tiny_world, warm_model, tmp_pa
 
 def test_a_run_that_is_stopped_goes_on(plain, tiny_world, warm_model, tmp_path):
     config = watching(tiny_world, warm_model, "stop")
-    with pytest.raises(UnsoundError, match=r"bad: The test says so."):
+    with pytest.raises(CollapseError, match=r"bad: The test says so."):
         play(config, tmp_path / "run")
     assert (tmp_path / "run" / "checkpoints" / "5").is_dir()
     workdir = play(config, tmp_path / "run")
