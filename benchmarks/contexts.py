@@ -65,7 +65,7 @@ def measure_step_ms(engine: Engine, params: Params, work: Work, length: int) -> 
 def count_cache_bytes(engine: Engine, length: int) -> dict[str, int]:
     """Return the bytes of the pages and of the states of one row of `length` tokens."""
     pages = count_pages(length, engine.page_tokens)
-    cache = jax.eval_shape(lambda: engine.programs.empty_cache(pages, engine.page_tokens, 1))
+    cache = jax.eval_shape(lambda: engine.programs.init_cache(pages, engine.page_tokens, 1))
     return {
         name: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(part))
         for name, part in (("pages", cache.pages), ("states", cache.states))

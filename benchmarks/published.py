@@ -45,7 +45,7 @@ from jaxrl.extras.plan.memory import Target, count_cache_pages, make_target_mesh
 from jaxrl.models.attention.choice import resolve_kernel_name
 from jaxrl.models.attention.kernels import SHARES_PROMPTS
 from jaxrl.runtime.sharding import num_batch_shards, num_pieces
-from jaxrl.sampling.buckets import prefill_sizes
+from jaxrl.sampling.buckets import list_prefill_buckets
 from jaxrl.training.method import has_kl_loss, old_logprobs_are_current
 from tests import compiled_memory as memory
 
@@ -306,7 +306,7 @@ class Step:
         tokens = shape.micro_rows * shape.row_tokens / num_pieces(mesh)
         sampling = target.num_devices // own["tensor"]
         rows = rollout.max_num_seqs // sampling
-        read = prefill_sizes(target.platform, length)[-1]
+        read = list_prefill_buckets(target.platform, length)[-1]
         decoding = floors.repeat_stages(sample.decode_step(rows, length / 2), chunk)
         recomputes_layers = config.model.remat in ("full", "offload")
         # Numbers of calls.

@@ -345,7 +345,7 @@ class Trainer:
                 )
             checkpointer = open_checkpointer(self._prepared.settings, self._workdir, display)
             self._checkpointer = stack.enter_context(contextlib.closing(checkpointer))
-            with self._handle_stops():
+            with self._save_on_stop():
                 self._restore(self._prepared.record_start)
             _open_workdirs.add(self._workdir.resolve())
             stack.callback(_open_workdirs.discard, self._workdir.resolve())
@@ -372,7 +372,7 @@ class Trainer:
         self._learner.start()
 
     @contextlib.contextmanager
-    def _handle_stops(self) -> Iterator[None]:
+    def _save_on_stop(self) -> Iterator[None]:
         """Save the completed steps if the block is interrupted or an error ends the run."""
         with redact_output(), filter_orbax_logs(), _stop_on_interrupt() as should_stop:
             peers = self._peers
@@ -548,7 +548,7 @@ class Trainer:
         # Environments reject a task without answers, so give it one that is never compared.
         task = query if query.answers else dataclasses.replace(query, answers=("",))
         draw = Draw(task=task, stream_index=0, max_response_tokens=max_tokens)
-        with self._handle_stops():
+        with self._save_on_stop():
             [group] = learner.sample([draw], sampling)
         trajectory = dataclasses.replace(group.trajectories[0], task=query)
         if not query.answers:
@@ -580,12 +580,12 @@ class Trainer:
             group_size: Trajectories per task; 0 for `rollout.group_size`.
         """
         _check_tasks(tasks)
-        with self._handle_stops():
+        with self._save_on_stop():
             return self._begin_step().rollout(tasks, group_size)
 
     def collect(self) -> list[Group]:
         """Sample a step's groups as `train` does, with its filter, resampling and prefetch."""
-        with self._handle_stops():
+        with self._save_on_stop():
             return self._begin_step().collect()
 
     def compute_advantages(self, groups: Sequence[Group]) -> list[Group]:
@@ -595,7 +595,7 @@ class Trainer:
         custom advantages, call `set_advantages` instead, or on the result.
         """
         self._check_groups(groups)
-        with self._handle_stops():
+        with self._save_on_stop():
             return self._begin_step().compute_advantages(groups)
 
     def compute_logprobs(
@@ -613,7 +613,7 @@ class Trainer:
             ValueError: The method has no reference.
         """
         self._check_groups(groups)
-        with self._handle_stops():
+        with self._save_on_stop():
             return self._open_learner.compute_logprobs(groups, use_reference=use_reference)
 
     def load_scorer(self, folder: str | Path) -> Scorer:
@@ -625,7 +625,7 @@ class Trainer:
         Raises:
             ValueError: The model's tokenizer is different.
         """
-        with self._handle_stops():
+        with self._save_on_stop():
             learner = self._open_learner
             folder = str(download_model(folder, "folder"))
             return Scorer(load_frozen_model(self._config, folder, self.tokenizer), learner)
@@ -651,7 +651,7 @@ class Trainer:
         self._check_groups(groups)
         if loss is not None:
             probe_loss(loss)
-        with self._handle_stops():
+        with self._save_on_stop():
             return _add_metric_aliases(self._begin_step().update(groups, loss))
 
     def accumulate_gradients(
@@ -665,7 +665,7 @@ class Trainer:
         self._check_groups(groups)
         if loss is not None:
             probe_loss(loss)
-        with self._handle_stops():
+        with self._save_on_stop():
             self._begin_step().accumulate_gradients(groups, loss)
 
     def apply_gradients(self) -> dict[str, Any]:
@@ -674,7 +674,7 @@ class Trainer:
         Raises:
             ValueError: There is no accumulated gradient.
         """
-        with self._handle_stops():
+        with self._save_on_stop():
             return _add_metric_aliases(self._open_learner.apply_gradients())
 
     def finish_step(self) -> dict[str, Any]:
@@ -682,7 +682,7 @@ class Trainer:
 
         Saves a checkpoint every `checkpoint.every_steps` steps.
         """
-        with self._handle_stops():
+        with self._save_on_stop():
             return _add_metric_aliases(self._finish(self._open_learner.finish_step))
 
     def step(self, tasks: Sequence[Task] | None = None) -> dict[str, Any]:
@@ -693,7 +693,7 @@ class Trainer:
         """
         if tasks is not None:
             _check_tasks(tasks)
-        with self._handle_stops():
+        with self._save_on_stop():
             learner = self._begin_step()
             learner.run_state.check_budget()
             groups = learner.collect() if tasks is None else learner.rollout(tasks)
@@ -733,12 +733,12 @@ class Trainer:
                 f"evaluate received the suite {unknown[0]!r}; expected some of {', '.join(known)}. "
                 "Name others in config.eval.final_suites."
             )
-        with self._handle_stops():
+        with self._save_on_stop():
             return learner.evaluate(suites)
 
     def save(self) -> None:
         """Save a checkpoint of the completed steps, and wait until it is on disk."""
-        with self._handle_stops():
+        with self._save_on_stop():
             _ = self._open_learner  # raises if closed
             self._save()
 
@@ -748,7 +748,7 @@ class Trainer:
         An adapter is also written in PEFT's format, to `<folder>/adapter`.
         """
         learner = self._open_learner
-        with self._handle_stops():
+        with self._save_on_stop():
             self._prepared.components.export(learner.state.params, Path(folder))
         return Path(folder) / "export"
 

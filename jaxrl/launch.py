@@ -257,7 +257,7 @@ def _run(
                 _exit_with_error(full, f"{status}; {REMEDIES[full.errno or 0]}", workdir)
             if (message := explain_out_of_memory(config, error)) is not None:
                 _exit_with_error(MemoryError(f"{message}; {status}."))
-            if _is_system_error_in(error, workdir):
+            if _has_remedy(error, workdir):
                 _exit_with_error(error)
             raise
 
@@ -519,7 +519,7 @@ def _exit_with_error(error: Exception, remedy: str = "", path: Path | None = Non
     sys.exit(f"error: {_format_message(error, remedy, path)}")
 
 
-def _is_system_error_in(error: Exception, folder: Path) -> bool:
+def _has_remedy(error: Exception, folder: Path) -> bool:
     """Return True if the error is a system error in `REMEDIES` about a file in `folder`."""
     if not isinstance(error, OSError) or error.errno not in REMEDIES or not error.filename:
         return False

@@ -235,21 +235,21 @@ class Trajectory:
     @property
     def searches(self) -> list[str]:
         """Queries to the search engine."""
-        return self.calls(None)
+        return self.get_calls(None)
 
     @property
     def python_calls(self) -> list[str]:
         """Code passed to the Python tool."""
-        return self.calls("python")
+        return self.get_calls("python")
 
     @property
     def call_records(self) -> list[CallRecord]:
         """Records of all tool calls, in order."""
         return [record for turn in self.turns for record in turn.records]
 
-    def calls(self, tool: str | None) -> list[str]:
+    def get_calls(self, tool: str | None) -> list[str]:
         """Return the calls to a tool; None selects the search engine."""
-        return [call for turn in self.turns for call in turn.calls(tool)]
+        return [call for turn in self.turns for call in turn.get_calls(tool)]
 
     @property
     def generated_text(self) -> str:

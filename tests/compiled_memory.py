@@ -40,7 +40,7 @@ from jaxrl.models.policy import Model
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.models.registry import read_architecture
 from jaxrl.runtime import sharding
-from jaxrl.sampling.buckets import prefill_sizes
+from jaxrl.sampling.buckets import list_prefill_buckets
 from jaxrl.sampling.decode import Programs, should_scan_layers
 from jaxrl.sampling.next_token import FULL
 from jaxrl.training.method import list_token_fields
@@ -252,9 +252,9 @@ def sampler_programs(
     by_row, by_page = sharding.piece_sharding(mesh), sharding.cache_sharding(mesh)
     whole = sharding.replicated_sharding(mesh)
     num_states = shards * memory._get_cache_sizes(config, model, target).num_states
-    cache = jax.eval_shape(lambda: sampler.empty_cache(num_pages, kernels.page_tokens, num_states))
+    cache = jax.eval_shape(lambda: sampler.init_cache(num_pages, kernels.page_tokens, num_states))
     cache = like(cache, jax.tree.map(lambda _: by_page, cache))
-    state = jax.eval_shape(sampler.empty_state)
+    state = jax.eval_shape(sampler.init_decode_state)
     last = like(state, jax.tree.map(lambda _: by_row, state))
     shardings = sharding.decode_shardings(mesh, declared, scan_layers=sampler.scan_layers)
     abstract = jax.eval_shape(sampler.convert_params, declared.abstract_params())
@@ -265,7 +265,7 @@ def sampler_programs(
     def on_all(dimensions: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dimensions, dtype, sharding=whole)
 
-    read = prefill_sizes(target.platform, rollout.max_total_tokens)[-1]
+    read = list_prefill_buckets(target.platform, rollout.max_total_tokens)[-1]
     rows, blocks, stops = make_sampler_inputs(
         sampler,
         model.vocab_size,
@@ -276,11 +276,11 @@ def sampler_programs(
         make=on_all,
     )
     decode = jax.jit(sampler.decode_chunk, donate_argnums=1, static_argnums=7)
-    append = jax.jit(sampler.append, donate_argnums=1, keep_unused=True)
+    prefill = jax.jit(sampler.prefill, donate_argnums=1, keep_unused=True)
     scalar = on_all((), jnp.float32)
     return {
         "decode": partial(decode.lower, weights, cache, last, rows, stops, scalar, scalar, FULL),
-        "reading": partial(append.lower, weights, cache, blocks),
+        "reading": partial(prefill.lower, weights, cache, blocks),
     }
 
 

@@ -31,7 +31,7 @@ from jaxrl.models.aux_arrays import AuxArrays
 from jaxrl.models.layers import LayerScan, SamplerLayerScan, prepare_sampler_weights
 from jaxrl.models.output import LOGIT_CAPACITIES
 from jaxrl.models.qwen import QwenConfig
-from jaxrl.models.recurrence import make_recur
+from jaxrl.models.recurrence import make_recurrence
 from jaxrl.objectives.aggregation import AGGREGATIONS, token_weights
 from jaxrl.runtime.sharding import num_batch_shards
 from jaxrl.training.estimators import AdvantageEstimator
@@ -231,8 +231,12 @@ def full_pass(
 ):
     """Return the final hidden states of packed rows, with XLA's attention."""
     attend = XLA.make_attend(segment_ids, positions)
-    recur = make_recur(config.state_specs, compute_key_ranges(segment_ids, positions)[:, 0])
-    layer_scan = LayerScan(remat=remat, scan=scan, aux=aux or AuxArrays(), recur=recur)
+    run_recurrence = make_recurrence(
+        config.state_specs, compute_key_ranges(segment_ids, positions)[:, 0]
+    )
+    layer_scan = LayerScan(
+        remat=remat, scan=scan, aux=aux or AuxArrays(), run_recurrence=run_recurrence
+    )
     return config.hidden_states(params, token_ids, positions, attend, layer_scan)
 
 

@@ -269,7 +269,7 @@ def find_sampler_collectives(engine):
     pages = np.zeros(engine.num_shards * PAGES_PER_TRANSFER, np.int32)
     scalar = np.float32(1)
     arguments = {
-        "append": (engine._weights, engine._cache, blocks, engine._attachment_embeds),
+        "prefill": (engine._weights, engine._cache, blocks, engine._attachment_embeds),
         "decode": (
             *(engine._weights, engine._cache, engine._state, chunk, engine._stops),
             *(scalar, scalar, next_token.FULL),
@@ -296,7 +296,7 @@ def check_sampler_moves_no_cache(engine, sizes):
         check_equal(moved["decode"], [])  # every row stays on its device
     # The activations of a prefill are summed over heads; nothing else is as large.
     activations = 64 * TINY.width
-    for operation, size in moved["append"]:
+    for operation, size in moved["prefill"]:
         assert size < smallest or (operation == "all-reduce" and size <= activations)
 
 
@@ -513,7 +513,7 @@ def check_meshes(meshes):
         num_programs = {
             function.name: function.num_programs for function in engine.compiled_functions
         }
-        check_equal(num_programs, {"append": 1, "decode": 2, "copy": 1, "swap": 1, "embed": 0})
+        check_equal(num_programs, {"prefill": 1, "decode": 2, "copy": 1, "swap": 1, "embed": 0})
         check_cache_layout(engine, sizes)
         check_sampler_moves_no_cache(engine, sizes)
         # Samples may differ only where rounding decides a draw; after it the text differs.

@@ -11,7 +11,7 @@ def take_the_largest(patch):
     from jaxrl.sampling import engine  # after the hook of `conftest.py`
     from jaxrl.training import packing
 
-    for name in ("row_sizes", "prefill_sizes"):
+    for name in ("list_row_buckets", "list_prefill_buckets"):
         sizes = getattr(engine, name)
         patch.setattr(engine, name, lambda *given, sizes=sizes: sizes(*given)[-1:])
     patch.setattr(packing, "LOGIT_CAPACITIES", packing.LOGIT_CAPACITIES[-1:])

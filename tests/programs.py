@@ -116,7 +116,9 @@ def make_sampler_inputs(
 ) -> tuple[DecodeRows, PrefillBlocks, StopTables]:
     """Return abstract rows to decode, blocks to prefill, and stop tables."""
     has_states = sampler.architecture.num_recurrent_layers > 0
-    state = jax.tree.map(lambda x: make(x.shape, x.dtype), jax.eval_shape(sampler.empty_state))
+    state = jax.tree.map(
+        lambda x: make(x.shape, x.dtype), jax.eval_shape(sampler.init_decode_state)
+    )
     rows = DecodeRows(
         source=make((num_rows,)),
         state=state,
@@ -169,8 +171,8 @@ def sampler_programs(
         num_steps=4, num_rows=8, dtype=dtype, scan_layers=scan_layers,
     )  # fmt: skip
     num_states = 16 if config.num_recurrent_layers else 0
-    cache = jax.eval_shape(lambda: sampler.empty_cache(num_pages, kernels.page_tokens, num_states))
-    state = jax.eval_shape(sampler.empty_state)
+    cache = jax.eval_shape(lambda: sampler.init_cache(num_pages, kernels.page_tokens, num_states))
+    state = jax.eval_shape(sampler.init_decode_state)
     rows, blocks, stops = make_sampler_inputs(
         sampler,
         config.vocab_size,
@@ -186,7 +188,7 @@ def sampler_programs(
             partial(sampler.decode_chunk, kind=kind),
             (weights, cache, state, rows, stops, scalar, scalar),
         ),
-        "append": (sampler.append, (weights, cache, blocks)),
+        "prefill": (sampler.prefill, (weights, cache, blocks)),
     }
 
 

@@ -36,7 +36,7 @@ def programs(kernels, scan_layers):
     return sampler_programs(**settings) | trainer_programs(**settings)
 
 
-@pytest.mark.parametrize("name", ["decode", "append", "update"])
+@pytest.mark.parametrize("name", ["decode", "prefill", "update"])
 @pytest.mark.parametrize(
     ("kernels", "scan_layers"),
     # Without kernels, tests on a CPU compile unrolled layers.
@@ -63,7 +63,7 @@ def test_the_optimizer_lowers_without_products():
 @pytest.mark.parametrize(
     ("name", "kernels"),
     # Not of the update's splash attention, which is JAX's own and multiplies in float32.
-    [(name, kernels) for name in ("decode", "append") for kernels in ("xla", "triton", "mosaic")]
+    [(name, kernels) for name in ("decode", "prefill") for kernels in ("xla", "triton", "mosaic")]
     + [("update", "xla"), ("update", "triton")],
 )
 @LAYERS
@@ -114,7 +114,7 @@ def test_all_compile_for_a_v6e_without_copies_of_pages_or_whole_scores():
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3000)
     assert result.returncode == 0, result.stderr[-3000:]
     temporary_bytes = json.loads(result.stdout.splitlines()[-1])
-    for name in ("decode", "append"):
+    for name in ("decode", "prefill"):
         for how in ("unrolled", "scanned"):
             # The cache is 128 MiB: not one layer's keys are copied.
             assert temporary_bytes[f"{name}, {how}"] < 4 * 2**20

@@ -13,7 +13,7 @@ from jaxrl.models.attention.reference import XLA
 from jaxrl.models.aux_arrays import AuxArrays
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.models.layers import LayerScan
-from jaxrl.models.recurrence import make_recur
+from jaxrl.models.recurrence import make_recurrence
 from jaxrl.models.registry import read_architecture
 
 FOLDERS = Path(__file__).parent / "golden"
@@ -58,14 +58,16 @@ def logits_of(config, params, rows, images_of_rows, *, layer_scan=LayerScan(), *
     token_ids = jnp.asarray(np.stack(rows))
     positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
     specs, starts = config.state_specs, jnp.zeros_like(token_ids)
-    recur = make_recur(specs, starts) if specs else None
+    run_recurrence = make_recurrence(specs, starts) if specs else None
     hidden = config.hidden_states(
         params,
         token_ids,
         positions,
         XLA.make_attend(jnp.ones_like(token_ids), positions),
         replace(
-            layer_scan, aux=aux_arrays_of(config, rows, images_of_rows, **settings), recur=recur
+            layer_scan,
+            aux=aux_arrays_of(config, rows, images_of_rows, **settings),
+            run_recurrence=run_recurrence,
         ),
     )
     return config.unembed(params, hidden, num_tokens=config.vocab_size)

@@ -64,7 +64,7 @@ from jaxrl.sampling.decode import should_scan_layers
 from jaxrl.sampling.demonstrations import read_demonstrations
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.episodes import BaseRollout, ReplySchedule, TokenLimits
-from jaxrl.sampling.interfaces import PROCESSOR, ExternalModel, Processor
+from jaxrl.sampling.interfaces import PROCESSOR, ExternalModel, ImageProcessor
 from jaxrl.sampling.next_token import FULL, GREEDY, TOP_P, select_kind
 from jaxrl.sampling.rollout import Rollout
 from jaxrl.sampling.shared_rollout import SharedRollout
@@ -87,7 +87,7 @@ class RunComponents(Components):
     """Components of all stages, with the tokenizer and image processor for other callers."""
 
     tokenizer: Tokenizer
-    processor: Processor | None  # None if the model does not support images
+    processor: ImageProcessor | None  # None if the model does not support images
 
 
 def build(
@@ -183,7 +183,7 @@ def build(
     reward_fn = EnvironmentRewards(rewards) if c.members else rewards[""]
 
     def make_local_rollout(
-        envs: Mapping[str, Env], image_processor: Processor | None = processor
+        envs: Mapping[str, Env], image_processor: ImageProcessor | None = processor
     ) -> Any:
         arguments = (tokenizer, limits, schedule, reward_fn, image_processor)
         if external is not None:
@@ -196,7 +196,7 @@ def build(
         return Rollout(engine, envs, tokenizer, automata_by_name, *arguments[1:])
 
     def make_shared_rollout(
-        envs: Mapping[str, Env], image_processor: Processor | None = processor
+        envs: Mapping[str, Env], image_processor: ImageProcessor | None = processor
     ) -> SharedRollout:
         # Groups from other processes arrive without images, so the processor reloads them.
         return SharedRollout(
@@ -325,7 +325,7 @@ def build_run_settings(c: ResolvedConfig) -> Settings:
 
 def build_image_processor(
     c: ResolvedConfig, tokenizer: Tokenizer, model: Architecture
-) -> Processor | None:
+) -> ImageProcessor | None:
     """Create the image processor; return None if the model does not support images.
 
     Raises:
@@ -645,7 +645,7 @@ def build_engine(
         kinds=select_sampling_kinds(c),
     )
     if engine.recorded_specs:
-        engine.check()  # a custom architecture may not record the arrays that it declares
+        engine.check_recorded_arrays()  # a custom architecture may not record what it declares
     return engine
 
 

@@ -174,7 +174,7 @@ class Turn:
     images: tuple[Picture, ...] = ()  # images of the observation
     is_cut: bool = False  # True if the token budget truncated the observation
 
-    def calls(self, tool: str | None) -> list[str]:
+    def get_calls(self, tool: str | None) -> list[str]:
         """Return this turn's calls to a tool; None selects the search engine."""
         if self.records:
             return [record.call for record in self.records if record.tool == tool]

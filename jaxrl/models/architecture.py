@@ -285,7 +285,8 @@ class Architecture(ABC):
 
         With attachments, `layer_scan.aux.inputs` holds the arrays of `Tower.input_arrays`, whose
         positions replace `positions`, and `layer_scan.aux.attached` the arguments `patches` and
-        `coords` of `Tower.encode`. A recurrent layer calls `layer_scan.recur` instead of `attend`.
+        `coords` of `Tower.encode`. A recurrent layer calls `layer_scan.run_recurrence` instead of
+        `attend`.
 
         Args:
             params: Parameters, or their `weights_for_training`.
@@ -321,8 +322,8 @@ class Architecture(ABC):
             token_ids: Token ids.
             positions: Position of each token in its sequence.
             layer_scan: Loop over `blocks`. A layer with the module `recurrent_module` receives
-                `recur`; every other layer receives a causal `attend`. The layer must call this
-                function exactly once.
+                `run_recurrence`; every other layer receives a causal `attend`. The layer must call
+                this function exactly once.
         """
 
     @abstractmethod

@@ -644,7 +644,7 @@ class Decoder(Architecture):
         def layer(carry: Carry, weights: Params) -> Carry:
             state, layer_index = carry
             is_recurrent = self.recurrent_module in weights
-            mixer: Any = layer_scan.recur if is_recurrent else attend
+            mixer: Any = layer_scan.run_recurrence if is_recurrent else attend
             x, extra_state = self._block(weights, state, angles, mixer, aux)
             x, layer_index = add_deepstack(x, layer_index, features)
             return (x, extra_state), layer_index

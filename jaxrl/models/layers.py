@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.models.aux_arrays import AuxArrays
-from jaxrl.models.recurrence import Advance, Recur
+from jaxrl.models.recurrence import Advance, Recurrence
 from jaxrl.types import Params
 
 Layer = Callable[[Any, Params], Any]
@@ -29,12 +29,12 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """Function from queries `[M, N, H]`, keys and values `[M, K, H]` to outputs `[M, N, H]`."""
 
 Mixer = Callable[..., jax.Array]
-"""Function that mixes the tokens of a sequence: `Attend`, or `recurrence.Recur` in a recurrent
+"""Function that mixes the tokens of a sequence: `Attend`, or `recurrence.Recurrence` in a recurrent
 layer."""
 
-CachedRecur = Callable[[Any, Advance, Any], tuple[jax.Array, Any]]
-"""Function of a layer's state and the arguments of `recurrence.Recur`. Returns the outputs and the
-new state."""
+CachedRecurrence = Callable[[Any, Advance, Any], tuple[jax.Array, Any]]
+"""Function of a layer's state and the arguments of `recurrence.Recurrence`. Returns the outputs and
+the new state."""
 
 CachedAttend = Callable[..., tuple[jax.Array, Any]]
 """Function of a layer's index in the cache, the cache, the read-only past and the arguments of
@@ -88,14 +88,14 @@ class LayerScan:
         scan: True to compile consecutive layers of the same kind once, as a loop. False to unroll
             the layers; on a CPU, all activations are then saved regardless of `remat`.
         aux: Auxiliary arrays of the tokens.
-        recur: Recurrence over the packed rows; None for models without recurrent layers.
+        run_recurrence: Recurrence over the packed rows; None for models without recurrent layers.
         constrain_to_shards: Sharding constraint for arrays with a leading shard axis.
     """
 
     remat: str = "none"
     scan: bool = True
     aux: AuxArrays = field(default_factory=AuxArrays, compare=False)
-    recur: Recur | None = field(default=None, compare=False)
+    run_recurrence: Recurrence | None = field(default=None, compare=False)
     constrain_to_shards: Callable[[jax.Array], jax.Array] = field(
         default=lambda x: x, compare=False
     )
@@ -162,7 +162,7 @@ class SamplerLayerScan:
         cache: Cache of each attention layer, or one cache of all of them. Each call replaces it.
         past: Read-only cache in the same layout.
         aux: Auxiliary arrays of the tokens.
-        recur: Recurrence of a layer.
+        run_recurrence: Recurrence of a layer.
         states: State of each recurrent layer. Each call replaces it.
         recurrent_module: See `Architecture.recurrent_module`.
     """
@@ -171,7 +171,7 @@ class SamplerLayerScan:
     cache: tuple[Any, ...]
     aux: AuxArrays = field(default_factory=AuxArrays)
     past: tuple[Any, ...] = ()
-    recur: CachedRecur | None = None
+    run_recurrence: CachedRecurrence | None = None
     states: tuple[Any, ...] = ()
     recurrent_module: str = ""
 
@@ -187,13 +187,13 @@ class SamplerLayerScan:
             return layer(x, weights, attend), cache
 
         def recurrent_block(x: Any, state: Any, weights: Params) -> tuple[Any, Any]:
-            def recur(advance: Advance, inputs: Any) -> jax.Array:
+            def run_recurrence(advance: Advance, inputs: Any) -> jax.Array:
                 nonlocal state
-                assert self.recur is not None
-                out, state = self.recur(state, advance, inputs)
+                assert self.run_recurrence is not None
+                out, state = self.run_recurrence(state, advance, inputs)
                 return out
 
-            return layer(x, weights, recur), state
+            return layer(x, weights, run_recurrence), state
 
         past: Sequence[Any] = self.past or [None] * len(self.cache)
 

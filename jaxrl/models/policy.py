@@ -24,7 +24,7 @@ from jaxrl.models.output import (
     scatter_tokens,
 )
 from jaxrl.models.params import merge_params, split
-from jaxrl.models.recurrence import make_recur
+from jaxrl.models.recurrence import make_recurrence
 from jaxrl.runtime.compilation import join_keys
 from jaxrl.runtime.sharding import (
     CONTEXT_AXIS,
@@ -225,9 +225,9 @@ class Model:
             gather_rows(self.mesh, batch.segment_ids),
             gather_rows(self.mesh, batch.positions),
         )
-        recur = None
+        run_recurrence = None
         if specs := self.architecture.state_specs:
-            recur = make_recur(specs, compute_key_ranges(*segments)[:, 0])
+            run_recurrence = make_recurrence(specs, compute_key_ranges(*segments)[:, 0])
         hidden = self.architecture.hidden_states(
             params,
             split_into_pieces(self.mesh, batch.token_ids),
@@ -236,7 +236,7 @@ class Model:
             replace(
                 self._layer_scan,
                 aux=aux,
-                recur=recur,
+                run_recurrence=run_recurrence,
                 constrain_to_shards=constrain_to_shards,
             ),
         )

@@ -1,8 +1,8 @@
 """Recurrent layers, whose tokens interact through a state of fixed size instead of attention.
 
-A layer passes its per-token inputs and a function `advance` to `recur`, which runs `advance` over
-chunks of tokens: over packed rows in the full pass, and over the rows of the sampler, which keeps
-their states between calls.
+A layer passes its per-token inputs and a function `advance` to `run_recurrence`, which runs
+`advance` over chunks of tokens: over packed rows in the full pass, and over the rows of the
+sampler, which keeps their states between calls.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ arbitrary, and the states after n tokens.
 CHUNK_TOKENS = 64
 """Default number of tokens per chunk."""
 
-Recur = Callable[[Advance, Any], jax.Array]
+Recurrence = Callable[[Advance, Any], jax.Array]
 """Function from `advance` and its inputs, a tree of `[M, ...]`, to outputs `[M, ...]`."""
 
 
@@ -43,10 +43,10 @@ def init_state(specs: StateSpecs, *sizes: int) -> dict[str, jax.Array]:
     return {name: jnp.zeros((*sizes, *spec.shape), spec.dtype) for name, spec in specs.items()}
 
 
-def make_recur(
+def make_recurrence(
     specs: StateSpecs, starts: Int[Array, "R T"], chunk_tokens: int = CHUNK_TOKENS
-) -> Recur:
-    """Return the recurrence over packed rows, which starts again at each context.
+) -> Recurrence:
+    """Return the recurrence over packed rows, which restarts at each context.
 
     The backward pass saves the state before each chunk and recomputes everything else, so its
     memory grows with the number of chunks.
@@ -72,7 +72,7 @@ def make_recur(
     chunk_starts = jnp.maximum(chunk_starts, -1).swapaxes(0, 1)
     counts = jnp.full(R, size)
 
-    def recur(advance: Advance, inputs: Any) -> jax.Array:
+    def run_recurrence(advance: Advance, inputs: Any) -> jax.Array:
         @jax.checkpoint
         def step(state: State, chunk: Any) -> tuple[State, jax.Array]:
             chunk_inputs, starts = chunk
@@ -85,4 +85,4 @@ def make_recur(
             out.swapaxes(0, 1).reshape(R, -1, *out.shape[3:])[:, :T].reshape(R * T, *out.shape[3:])
         )
 
-    return recur
+    return run_recurrence

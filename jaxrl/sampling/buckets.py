@@ -8,8 +8,8 @@ from jax.typing import DTypeLike
 from jaxrl.runtime.compilation import CPU_HAS_BFLOAT16_MATMUL
 
 
-def row_sizes(platform: str, num_rows: int, dtype: DTypeLike = jnp.float32) -> list[int]:
-    """Return the row counts for which decoding is compiled, in ascending order.
+def list_row_buckets(platform: str, num_rows: int, dtype: DTypeLike = jnp.float32) -> list[int]:
+    """List the row counts for which decoding is compiled, in ascending order.
 
     Halving the rows saves little time on an accelerator, but half the time on a CPU. On a CPU in
     bfloat16, the minimum is two rows: for a single row, XLA would first copy all weights to
@@ -23,8 +23,8 @@ def row_sizes(platform: str, num_rows: int, dtype: DTypeLike = jnp.float32) -> l
     return sorted({max(-(-num_rows // divisor), min_rows) for divisor in divisors})
 
 
-def prefill_sizes(platform: str, max_total_tokens: int) -> list[int]:
-    """Return the token counts to which a prefill is padded, in ascending order.
+def list_prefill_buckets(platform: str, max_total_tokens: int) -> list[int]:
+    """List the token counts to which prefills are padded, in ascending order.
 
     On an accelerator, a small prefill takes as long as a large one; on a CPU, padding costs time.
     """
@@ -35,11 +35,11 @@ def prefill_sizes(platform: str, max_total_tokens: int) -> list[int]:
     return sorted({min(size, longest) for size in sizes})
 
 
-def patch_sizes(max_units: int, unit: int) -> list[int]:
-    """Return the sizes in patches to which the attachments of a shard are padded, ascending.
+def list_patch_buckets(max_units: int, patches_per_unit: int) -> list[int]:
+    """List the patch counts to which a shard's attachments are padded, in ascending order.
 
     Args:
         max_units: Maximum number of attachment tokens in a trajectory.
-        unit: Patches per attachment token.
+        patches_per_unit: Number of patches per attachment token.
     """
-    return sorted({max(max_units // divisor, 1) * unit for divisor in (4, 1)})
+    return sorted({max(max_units // divisor, 1) * patches_per_unit for divisor in (4, 1)})

@@ -15,7 +15,7 @@ OMITTED = "…"
 
 @dataclass(frozen=True, kw_only=True)
 class TurnIds:
-    """Token ids of a turn and of the environment's reply.
+    """Token ids of a turn and of the reply from the environment.
 
     Attributes:
         sampled: Ids sampled by the model.
@@ -80,7 +80,7 @@ class ContextRule:
     def next_context(
         self, prompt: Sequence[int], turns: Sequence[TurnIds]
     ) -> tuple[list[int], int] | None:
-        """Return the ids of the next context, and how many of them repeat earlier tokens.
+        """Return the ids of the next context, and the number of ids that repeat earlier tokens.
 
         Return None if no turn fits, even when the policy keeps only one observation or turn.
         """

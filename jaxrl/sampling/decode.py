@@ -66,7 +66,7 @@ class CacheIndices:
 
 @struct.dataclass
 class DecodeState:
-    """State of the rows between two decoding steps."""
+    """State of all rows between two decoding steps."""
 
     pending: Array  # int32 [r], token to read next
     length: Array  # int32 [r], tokens in the cache
@@ -133,7 +133,7 @@ class StopTables:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Programs:
-    """The sampler's programs, with the settings they are compiled for.
+    """Programs of the sampler, with the settings for which they are compiled.
 
     Attributes:
         architecture: Model architecture.
@@ -169,8 +169,8 @@ class Programs:
             weights, scan=self.scan_layers, stacks=self.architecture.partial_stacks
         )
 
-    def empty_cache(self, num_pages: int, page_tokens: int, num_states: int = 0) -> SamplerCache:
-        """Return a cache filled with zeros."""
+    def init_cache(self, num_pages: int, page_tokens: int, num_states: int = 0) -> SamplerCache:
+        """Initialize the cache with zeros."""
         model = self.architecture
         pages = kv_cache.allocate(
             model, num_pages, page_tokens, self.dtype, scan_layers=self.scan_layers
@@ -180,20 +180,20 @@ class Programs:
         )
         return self._constrain_cache(SamplerCache(pages=pages, states=states))
 
-    def empty_state(self) -> DecodeState:
-        """Return the state before the first chunk, in which no row is running."""
+    def init_decode_state(self) -> DecodeState:
+        """Initialize the decode state, in which no row is running."""
         zeros = jnp.zeros(self.num_rows, jnp.int32)
         state = DecodeState(
             pending=zeros, length=zeros, budget=zeros, stop_state=zeros, active=zeros.astype(bool)
         )
         return self._constrain_rows(state)
 
-    def make_initial_state(self, num_units: int) -> tuple[DecodeState, Array | None]:
-        """Return the state before the first chunk, and a placeholder for the result of `embed`."""
-        return self.empty_state(), self.empty_embeds(num_units)
+    def init_state_and_embeds(self, num_units: int) -> tuple[DecodeState, Array | None]:
+        """Initialize the decode state, and a placeholder for the result of `embed`."""
+        return self.init_decode_state(), self.init_embeds(num_units)
 
-    def empty_embeds(self, num_units: int) -> Array | None:
-        """Return zeros with the shape of the result of `embed`; None without a tower."""
+    def init_embeds(self, num_units: int) -> Array | None:
+        """Create zeros in the shape of the result of `embed`; None without a tower."""
         if self.architecture.tower is None:
             return None
         values = (1 + self.architecture.tower.num_deepstack_layers) * self.architecture.width
@@ -208,7 +208,7 @@ class Programs:
         return prefill_block_tokens(platform, model.num_heads, model.num_kv_heads)
 
     def _constrain_cache(self, cache: Any) -> Any:
-        """Constrain the sharding of the cache, which the compiler might otherwise change."""
+        """Constrain the sharding of the cache, so that the compiler does not change it."""
         return jax.lax.with_sharding_constraint(cache, cache_sharding(self.mesh))
 
     def _constrain_rows(self, values: Any) -> Any:
@@ -255,7 +255,7 @@ class Programs:
         )
 
     def embed(self, weights: Params, patches: Array, coords: Array, num_units: int) -> Array:
-        """Embed attachments; `append` uses the result instead of their token embeddings.
+        """Embed attachments; `prefill` uses the result instead of their token embeddings.
 
         Args:
             weights: Result of `convert_params`.
@@ -277,7 +277,7 @@ class Programs:
             )
         )
 
-    def append(
+    def prefill(
         self,
         weights: Params,
         cache: SamplerCache,
@@ -325,7 +325,7 @@ class Programs:
             attend,
             cache.pages,
             aux,
-            recur=partial(self._recur_over_blocks, blocks),
+            run_recurrence=partial(self._scan_blocks, blocks),
             states=cache.states,
             recurrent_module=self.architecture.recurrent_module,
         )
@@ -340,10 +340,10 @@ class Programs:
         cache = SamplerCache(pages=layer_scan.cache, states=layer_scan.states)
         return self._constrain_cache(cache), recorded
 
-    def _recur_over_blocks(
+    def _scan_blocks(
         self, blocks: PrefillBlocks, states: State, advance: Advance, inputs: Any
     ) -> tuple[jax.Array, State]:
-        """Advance each row's recurrent state over its token blocks, in order; see `CachedRecur`."""
+        """Run a recurrence over the token blocks of each row, in order; see `CachedRecurrence`."""
         shards, size = num_pieces(self.mesh), self.block_tokens
         assert blocks.state_slots is not None
 
@@ -404,9 +404,9 @@ class Programs:
             last: State after the previous chunk, for `num_rows` rows.
             rows: Rows to decode.
             stops: Stop automaton and end-of-turn ids.
-            temperature: See `next_token.sample`.
-            top_p: See `next_token.sample`.
-            kind: Sampling method, static; see `next_token.sample`.
+            temperature: See `next_token.sample_tokens`.
+            top_p: See `next_token.sample_tokens`.
+            kind: Sampling method, static; see `next_token.sample_tokens`.
             past_pages: Static number of leading pages of each block table that contain all tokens
                 to read; None for all pages. Kernels that copy the past copy only these pages.
                 Copying the pages of the longest possible trajectory took a third of a chunk's time.
@@ -460,7 +460,7 @@ class Programs:
                 weights, state, position, limits, chunk, index, attend_layer, past
             )
             logits = self.architecture.unembed(weights, hidden, num_tokens=self.num_tokens)
-            token, logprob, entropy = next_token.sample(
+            token, logprob, entropy = next_token.sample_tokens(
                 logits, uniforms[index], temperature, top_p, kind=kind
             )
             budget = state.budget - state.active
@@ -550,7 +550,7 @@ class Programs:
             layer: Any, chunk: Pages, past: Any, q: jax.Array, k: jax.Array, v: jax.Array
         ) -> tuple[jax.Array, Pages]:
             added = [
-                self._add_step(old, new, layer, index)
+                self._write_to_chunk(old, new, layer, index)
                 for old, new in zip(chunk, (k, v), strict=True)
             ]
             (keys, values), layer_kv = zip(*added, strict=True)
@@ -559,7 +559,7 @@ class Programs:
                 values,
             )
 
-        def recur(states: State, advance: Advance, inputs: Any) -> tuple[jax.Array, State]:
+        def run_recurrence(states: State, advance: Advance, inputs: Any) -> tuple[jax.Array, State]:
             inputs = jax.tree.map(lambda x: x[:, None], inputs)
             starts = jnp.full((len(limits), 1), -1)
             out, states = advance(states, inputs, starts, state.active.astype(jnp.int32))
@@ -570,7 +570,7 @@ class Programs:
             chunk.pages,
             AuxArrays(records=self.records),
             past,
-            recur=recur,
+            run_recurrence=run_recurrence,
             states=chunk.states,
             recurrent_module=self.architecture.recurrent_module,
         )
@@ -580,7 +580,7 @@ class Programs:
         chunk = SamplerCache(pages=layer_scan.cache, states=layer_scan.states)
         return hidden, chunk, self._check_recorded_arrays(layer_scan.aux, state.pending.size)
 
-    def _add_step(
+    def _write_to_chunk(
         self, old: jax.Array, new: jax.Array, layer: Any, index: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Write a step's keys or values to the chunk; return the chunk and this layer's part."""
@@ -593,13 +593,13 @@ class Programs:
 
     @property
     def copies_pages(self) -> bool:
-        """Return True if each chunk first copies the cached keys and values out of their pages."""
+        """Return True if each chunk starts by copying the past out of its pages."""
         return self.kernels.past is not None and not self.scan_layers
 
     def _make_chunk_attention(
         self, cache: Cache, tables: jax.Array
     ) -> tuple[Callable[..., jax.Array], tuple[Any, ...]]:
-        """Return a function that attends to the past and the chunk so far, and its `past` argument.
+        """Return a function that attends to the past and the chunk, and its `past` argument.
 
         Queries attend to past positions below their limits. The past has one entry per layer, or
         one for all layers.
@@ -627,16 +627,16 @@ class Programs:
         shards = num_pieces(self.mesh)
         source = rows.source.reshape(shards, -1)
 
-        def pick(previous: jax.Array, from_host: jax.Array) -> jax.Array:
+        def merge_leaf(previous: jax.Array, from_host: jax.Array) -> jax.Array:
             previous = jnp.take_along_axis(
                 previous.reshape(shards, -1), source, axis=1, mode="clip"
             )
             return jnp.where(rows.source >= 0, previous.reshape(-1), from_host)
 
-        return self._constrain_rows(jax.tree.map(pick, last, rows.state))
+        return self._constrain_rows(jax.tree.map(merge_leaf, last, rows.state))
 
     def _pad_state(self, state: DecodeState) -> DecodeState:
-        """Pad the state to `num_rows` rows, which the next chunk expects."""
+        """Pad the state to `num_rows` rows, as the next chunk requires."""
         shards = num_pieces(self.mesh)
 
         def pad(values: jax.Array) -> jax.Array:
@@ -696,7 +696,7 @@ class Programs:
 
 
 def unpack_report(packed: PackedReport) -> ChunkReport:
-    """Unpack a report on the host; the result has views of its array."""
+    """Unpack a report on the host; the fields are views of the packed array."""
     values = np.asarray(packed.values)
     steps = (values.shape[1] - 2) // 3
     logprobs, entropies = values[:, steps:-2].view(np.float32).reshape(-1, 2, steps).swapaxes(0, 1)
@@ -711,7 +711,7 @@ def unpack_report(packed: PackedReport) -> ChunkReport:
 
 
 def should_scan_layers(scan_layers: bool, platform: str, *, has_adapter: bool) -> bool:
-    """Return True if the sampler loops over stacked layers, given `config.model.scan_layers`.
+    """Return True if the sampler must loop over stacked layers; see `config.model.scan_layers`.
 
     In a loop, XLA copies each layer's weights before it multiplies by them. On a CPU, this took a
     fifth of the time. On a GPU, it moves the weights three times per step, while unrolled layers

@@ -20,8 +20,8 @@ from jaxrl.envs.images import Picture, UnreadableImageError
 from jaxrl.envs.protocol import SEARCH_R1, Protocol, mask_calls
 from jaxrl.sampling.contexts import ContextRule, TurnIds
 from jaxrl.sampling.episodes import TokenLimits
-from jaxrl.sampling.interfaces import Processor
-from jaxrl.sampling.observations import encode_observation, encode_omitted, encode_results
+from jaxrl.sampling.interfaces import ImageProcessor
+from jaxrl.sampling.observations import encode_observation, encode_omission_notice, encode_results
 from jaxrl.types import Attachment
 
 
@@ -34,7 +34,7 @@ class Demonstration:
     rollout_logprobs: np.ndarray  # float32 [L], zeros because nothing was sampled
     contexts: tuple[tuple[int, int], ...] = ()  # see `Trajectory.contexts`
     pictures: tuple[Picture, ...] = ()  # images of the prompt
-    processor: Processor | None = None  # preprocessor of the images
+    processor: ImageProcessor | None = None  # preprocessor of the images
     token_arrays: Mapping[str, np.ndarray] = field(default_factory=dict)  # always empty
 
     @property
@@ -63,7 +63,7 @@ def read_demonstrations(
     protocol: Protocol = SEARCH_R1,
     tools: Sequence[str] = ("search",),
     chat_tools: Sequence[Mapping[str, Any]] = (),
-    processor: Processor | None = None,
+    processor: ImageProcessor | None = None,
 ) -> list[Demonstration]:
     """Read a JSONL file of chats and encode them exactly as a rollout would.
 
@@ -179,19 +179,21 @@ def encode_demonstration(
             segments += [([*tokenizer.encode(content), *end], None) for content in contents]
             num_sampled = sum(len(ids) for ids, _ in segments[-len(contents) :])
             continue
-        room = limits.room_in_context(len(prompt), num_sampled)
+        max_tokens = limits.compute_context_observation_limit(len(prompt), num_sampled)
         limit = limits.max_observation_tokens
         if protocol.in_template:
             results = ToolResults(bodies=tuple(map(protocol.sanitize, contents)))
             ids, *_ = encode_results(
-                tokenizer, results, tools=chat_tools, max_result_tokens=limit, room=room
+                tokenizer, results, tools=chat_tools, max_result_tokens=limit, max_tokens=max_tokens
             )
-            segments.append((ids, encode_omitted(tokenizer, results, chat_tools)))
+            segments.append((ids, encode_omission_notice(tokenizer, results, chat_tools)))
             continue
         for content in contents:
             observation = protocol.render_observation(content)
-            ids, _ = encode_observation(tokenizer, observation, max_body_tokens=limit, room=room)
-            segments.append((ids, encode_omitted(tokenizer, observation)))
+            ids, _ = encode_observation(
+                tokenizer, observation, max_body_tokens=limit, max_tokens=max_tokens
+            )
+            segments.append((ids, encode_omission_notice(tokenizer, observation)))
     _check_results(messages[start:], protocol, tools, location)
     return _join_segments(prompt, segments, limits.context, tokenizer, location)
 
@@ -207,7 +209,7 @@ def _join_segments(
     tokenizer: Tokenizer,
     location: str,
 ) -> Demonstration:
-    """Join the prompt and the segments, in as many contexts as necessary.
+    """Join a prompt and segments into as many contexts as necessary.
 
     Raises:
         ValueError: There is nothing to train on, a trained token is a placeholder for images or
@@ -312,7 +314,7 @@ def _strip_opener(opener: str, message: dict[str, Any], location: str) -> dict[s
 def _check_results(
     messages: list[dict[str, Any]], protocol: Protocol, tools: Sequence[str], location: str
 ) -> None:
-    """Check that each turn has one tool result per call, as in every rollout."""
+    """Check that each turn has one tool result per call, as in rollouts."""
     closing_tags = tuple(f"</{tool}>" for tool in tools)
     written, num_calls = "", 0  # of the previous turn
     for role, run in itertools.groupby(messages, key=itemgetter("role")):

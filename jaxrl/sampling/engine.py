@@ -45,7 +45,7 @@ from jaxrl.runtime.sharding import (
 )
 from jaxrl.sampling import decode, next_token
 from jaxrl.sampling.blocks import count_pages
-from jaxrl.sampling.buckets import patch_sizes, prefill_sizes, row_sizes
+from jaxrl.sampling.buckets import list_patch_buckets, list_prefill_buckets, list_row_buckets
 from jaxrl.sampling.decode import (
     CacheIndices,
     DecodeRows,
@@ -125,7 +125,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Dispatched chunk whose report has not been read."""
+    """Chunk in flight: dispatched, with an unread report."""
 
     number: int
     rows: list[tuple[int, int]]  # (request, index in the report)
@@ -140,10 +140,10 @@ def _pick_bucket(size: int, sizes: Sequence[int]) -> int:
 class Engine:
     """Sampler with a fixed number of rows and a fixed number of cache pages.
 
-    Compiled shapes come from small sets: rows per shard in `row_sizes`, prefill tokens per shard in
-    `prefill_sizes`, attachment patches in `patch_sizes`; `describe_shapes` lists them. There are at
-    most `MAX_PROGRAMS` programs. If chunks read a copy of the past, each decoding program is
-    compiled once for each of `past_sizes`.
+    Compiled shapes come from small sets (`buckets.py`): rows per shard in `row_sizes`, prefill
+    tokens per shard in `prefill_sizes`, attachment patches in `patch_sizes`; `describe_shapes`
+    lists them. There are at most `MAX_PROGRAMS` programs. If chunks read a copy of the past, each
+    decoding program is compiled once for each of `past_sizes`.
 
     `set_weights` allocates device memory for the weights, the next `submit` for the cache.
     `release` frees both.
@@ -255,8 +255,8 @@ class Engine:
         self.overlaps = self.device.platform != "cpu"
 
         # Bucket sizes, which keep the number of compiled programs small.
-        self.row_sizes = row_sizes(self.device.platform, self._rows_per_shard, dtype)
-        self.prefill_sizes = prefill_sizes(self.device.platform, max_total_tokens)
+        self.row_sizes = list_row_buckets(self.device.platform, self._rows_per_shard, dtype)
+        self.prefill_sizes = list_prefill_buckets(self.device.platform, max_total_tokens)
         self.past_sizes = (
             past_boundaries(self._table_pages, self.page_tokens)
             if self.programs.copies_pages
@@ -264,7 +264,7 @@ class Engine:
         )
         self._max_units = max_units or max_total_tokens
         self.patch_sizes = (
-            patch_sizes(self._max_units, architecture.tower.patches_per_token)
+            list_patch_buckets(self._max_units, architecture.tower.patches_per_token)
             if architecture.tower
             else []
         )
@@ -279,8 +279,8 @@ class Engine:
         # The programs, compiled by `compile` or on first use.
         programs = self.programs
         define_program = partial(CompiledFunction, key=self._program_key)
-        self._append = define_program(
-            programs.append, name="append", variants=self.prefill_sizes, donate_argnums=(1,)
+        self._prefill = define_program(
+            programs.prefill, name="prefill", variants=self.prefill_sizes, donate_argnums=(1,)
         )
         self._copy = define_program(programs.copy, name="copy", donate_argnums=(0,))
         self._swap = define_program(programs.swap, name="swap", donate_argnums=(0,))
@@ -295,10 +295,10 @@ class Engine:
             static_argnums=(7, 8),
         )
         self._make_cache = cached_jit(
-            programs.empty_cache, name="cache", key=self._program_key, static_argnums=(0, 1, 2)
+            programs.init_cache, name="cache", key=self._program_key, static_argnums=(0, 1, 2)
         )
         self._make_start = cached_jit(
-            programs.make_initial_state, name="start", key=self._program_key, static_argnums=(0,)
+            programs.init_state_and_embeds, name="start", key=self._program_key, static_argnums=(0,)
         )
 
         # Device state; cache, row state and attachments are allocated by `submit`.
@@ -344,23 +344,23 @@ class Engine:
     @property
     def compiled_functions(self) -> tuple[CompiledFunction, ...]:
         """Return all programs of the engine, including those not compiled yet."""
-        return self._append, self._decode, self._copy, self._swap, self._embed
+        return self._prefill, self._decode, self._copy, self._swap, self._embed
 
-    def check(self) -> None:
-        """Trace a prefill, without running it, to check the arrays that the architecture records.
+    def check_recorded_arrays(self) -> None:
+        """Check the arrays that the architecture records, by tracing a prefill without running it.
 
         Raises:
             ValueError: The forward pass does not record the arrays that the architecture declares.
         """
         cache, attachment_embeds = jax.eval_shape(
             lambda: (
-                self.programs.empty_cache(*self._cache_sizes),
-                self.programs.empty_embeds(self._max_units),
+                self.programs.init_cache(*self._cache_sizes),
+                self.programs.init_embeds(self._max_units),
             )
         )
         blocks, _ = self._prefill_batcher.make_blocks((), self.prefill_sizes[0], self._tables)
         jax.eval_shape(
-            self.programs.append,
+            self.programs.prefill,
             self._weight_converter.abstract_weights(),
             cache,
             blocks,
@@ -368,7 +368,7 @@ class Engine:
         )
 
     def compile(self, show: Callable[[str], None] = lambda _: None) -> None:
-        """Compile all programs not compiled yet, in parallel; report progress to `show`."""
+        """Compile all remaining programs in parallel; report progress to `show`."""
         shards, programs = self.num_shards, self.programs
 
         def make_abstract(sharding: Any, make: Callable[..., Any], *sizes: int) -> Any:
@@ -382,11 +382,11 @@ class Engine:
         by_page, by_row = cache_sharding(self._mesh), piece_sharding(self._mesh)
         transfer_sizes = PAGES_PER_TRANSFER * shards, self.page_tokens, shards
         cache, transfer_pages = (
-            make_abstract(by_page, programs.empty_cache, *sizes)
+            make_abstract(by_page, programs.init_cache, *sizes)
             for sizes in (self._cache_sizes, transfer_sizes)
         )
-        state = make_abstract(by_row, programs.empty_state)
-        attachment_embeds = make_abstract(by_row, programs.empty_embeds, self._max_units)
+        state = make_abstract(by_row, programs.init_decode_state)
+        attachment_embeds = make_abstract(by_row, programs.init_embeds, self._max_units)
         indices = self._make_indices()
         no_rows: list[list[Row]] = [[] for _ in range(shards)]
 
@@ -401,7 +401,7 @@ class Engine:
         for size in self.prefill_sizes:
             blocks, _ = self._prefill_batcher.make_blocks((), size, self._tables)
             jobs.append(
-                self._append.make_compile_fn(
+                self._prefill.make_compile_fn(
                     weights, cache, blocks, attachment_embeds, variant=size
                 )
             )
@@ -420,7 +420,7 @@ class Engine:
         return [(*size, pages) for size in sizes for pages in self.past_sizes]
 
     def _select_row_sizes(self, kind: str) -> list[int]:
-        """Return a method's largest row bucket, and as many others as `MAX_PROGRAMS` allows."""
+        """Return a method's row buckets: the largest, and as many as `MAX_PROGRAMS` allows."""
         others = len(self.kinds) - 1
         room = MAX_PROGRAMS - 2 - len(self.prefill_sizes) - len(self.patch_sizes)  # 2: copy, swap
         every_second, between = self.row_sizes[::-2], self.row_sizes[-2::-2]
@@ -493,7 +493,7 @@ class Engine:
     def submit(
         self, requests: Sequence[Request], *, temperature: float = 1.0, top_p: float = 1.0
     ) -> list[int]:
-        """Queue requests; return their ids, which events refer to.
+        """Queue requests; return their ids, which identify them in events.
 
         All unfinished requests must have the same `temperature` and `top_p`.
 
@@ -517,7 +517,7 @@ class Engine:
                     "prompts should be truncated or rejected earlier."
                 )
             self._check_budget(len(request.prompt_ids), request.budget)
-            self._prefill_batcher.check(request.prompt_ids, request.attachments)
+            self._prefill_batcher.check_attachments(request.prompt_ids, request.attachments)
         numbers = list(range(self._next_request, self._next_request + len(requests)))
         self._set_sampling_params(numbers, temperature, top_p)
         if self._cache is None:
@@ -530,7 +530,7 @@ class Engine:
     def _set_sampling_params(
         self, numbers: Sequence[int], temperature: float, top_p: float
     ) -> None:
-        """Set the sampling settings, which all current requests share."""
+        """Set the sampling settings shared by all current requests."""
         current = (self._temperature, self._top_p)
         if not self.is_idle and (temperature, top_p) != current:
             raise RuntimeError(
@@ -541,11 +541,11 @@ class Engine:
 
     # extras/serve/engine.py overrides the next two methods, for settings by request.
     def _select_chunk_kind(self, running: list[list[Row]]) -> str:
-        """Return the sampling method for a chunk of these rows."""
+        """Return the sampling method for a chunk of the running rows."""
         return self._select_kind(self._temperature, self._top_p)
 
     def _get_sampling_params(self, running: list[list[Row]], num_rows: int) -> tuple[Any, Any]:
-        """Return the temperature and `top_p` for a chunk of these rows: float32 [], or per row."""
+        """Return the temperature and `top_p` for a chunk of the running rows: float32 [] or [r]."""
         return np.float32(self._temperature), np.float32(self._top_p)
 
     def _check_budget(self, length: int, budget: int) -> None:
@@ -585,14 +585,14 @@ class Engine:
 
     @property
     def is_stalled(self) -> bool:
-        """Return True if no work is left until the caller resumes or finishes a request."""
+        """Return True if the engine must wait for the caller to resume or finish a request."""
         return not (self._in_flight or self._can_progress)
 
     @property
     def _can_progress(self) -> bool:
         """Return True if some row can run, be swapped in or be admitted."""
         can_run = any(row.saved is None and not row.is_waiting for row in self._rows.values())
-        can_swap_in = any(shard.next_to_swap_in() for shard in self._shards)
+        can_swap_in = any(shard.get_row_to_swap_in() for shard in self._shards)
         return can_run or can_swap_in or self._select_shard() is not None
 
     @property
@@ -602,7 +602,7 @@ class Engine:
 
     @property
     def wait_reason(self) -> str:
-        """Return the reason decoding has stalled, from `WAIT_REASONS`."""
+        """Return the entry of `WAIT_REASONS` that explains why decoding has stalled."""
         if self._can_progress:
             return "lag"
         is_short = self._queue or any(row.saved is not None for row in self._rows.values())
@@ -627,7 +627,9 @@ class Engine:
         for request, tokens, budget in resumed:
             self._check_budget(self._rows[request].length + 1 + len(tokens), budget)
             row = self._rows[request]
-            self._prefill_batcher.check([row.pending, *tokens], attachments.get(request, ()))
+            self._prefill_batcher.check_attachments(
+                [row.pending, *tokens], attachments.get(request, ())
+            )
         for request, tokens, budget in resumed:
             row = self._rows[request]
             assert row.is_waiting, f"request {request} has not stopped"
@@ -640,7 +642,7 @@ class Engine:
             self.counts.prefilled_resume += len(row.prefill_ids)
 
     def step(self, *, ahead: int = 0) -> list[Event]:
-        """Make room, admit requests, dispatch a chunk, and return the events of a finished chunk.
+        """Admit requests, dispatch a chunk, and return the events of a finished chunk.
 
         Args:
             ahead: Number of chunks to leave in flight, 0 or 1. With 0, wait for the chunk just
@@ -696,7 +698,7 @@ class Engine:
     def _swap_in(self) -> None:
         """Swap in preempted rows while their pages fit, oldest first."""
         for shard in self._shards:
-            while row := shard.next_to_swap_in():
+            while row := shard.get_row_to_swap_in():
                 first, end = shard.swap_in(row), count_pages(row.length, self.page_tokens)
                 self._write_table(row)
                 self._swap_row(row, targets=row.pages[first:end], first=first)
@@ -710,12 +712,12 @@ class Engine:
     def _select_shard(self, loads: Sequence[int | None] = ()) -> int | None:
         """Return the shard that can admit the next queued request; None if no shard has room.
 
-        `loads` is the `load` of each shard; it is computed if empty.
+        `loads` is the `num_runnable_rows` of each shard; it is computed if empty.
         """
         if not self._queue:
             return None
         request = self._queue[0][1]
-        loads = loads or [shard.load for shard in self._shards]
+        loads = loads or [shard.num_runnable_rows for shard in self._shards]
         shard_loads = zip(self._shards, loads, strict=True)
         candidates = (
             shard.rank_request(request.prompt, request.budget, load) for shard, load in shard_loads
@@ -725,7 +727,7 @@ class Engine:
 
     def _admit(self) -> None:
         """Admit queued requests while there is room."""
-        loads = [shard.load for shard in self._shards] if self._queue else []
+        loads = [shard.num_runnable_rows for shard in self._shards] if self._queue else []
         while (shard := self._select_shard(loads)) is not None:
             loads[shard] = (loads[shard] or 0) + 1
             number, request = self._queue.popleft()
@@ -796,7 +798,7 @@ class Engine:
     def _swap_row(
         self, row: Row, *, sources: Sequence[int] = (), targets: Sequence[int] = (), first: int = 0
     ) -> SamplerCache:
-        """Read the pages and state of a row, or write back its saved pages and state.
+        """Swap out the pages and state of a row, or swap in its saved pages and state.
 
         Args:
             row: The row.
@@ -976,7 +978,7 @@ class Engine:
                 # Use the large program only if less than half of its tokens are padding.
                 size = large if longest > max(small, large // 2) else small
                 blocks, members = self._prefill_batcher.make_blocks(pieces, size, self._tables)
-                self._cache, arrays = self._append(
+                self._cache, arrays = self._prefill(
                     self._weights, self._cache, blocks, self._attachment_embeds, variant=size
                 )
                 if arrays:
@@ -1035,7 +1037,7 @@ class Engine:
 def _pop_recorded_arrays(
     row: Row, report: decode.ChunkReport, index: int, count: int
 ) -> Mapping[str, np.ndarray]:
-    """Return the arrays recorded for a row since its last event, and clear its blocks."""
+    """Pop the arrays recorded for a row since its last event."""
     before = [read.arrays for read in row.recorded_blocks]
     row.recorded_blocks = []
     return {

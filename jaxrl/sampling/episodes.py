@@ -1,4 +1,4 @@
-"""Episodes in an environment (prompts, replies, rewards), independent of the sampler of the turns.
+"""Episodes in an environment (prompts, replies, rewards), independent of how turns are sampled.
 
 Rollouts derive from `BaseRollout`, which converts between tokens and text; `demonstrations.py` uses
 the same functions. Environment output is encoded once, when it is appended.
@@ -32,8 +32,8 @@ from jaxrl.envs.base import (
 from jaxrl.envs.images import Picture, UnreadableImageError, split_at_tags
 from jaxrl.models.aux_arrays import TokenArraySpec
 from jaxrl.sampling.contexts import ContextRule, TurnIds
-from jaxrl.sampling.interfaces import Processor, SamplingConfig
-from jaxrl.sampling.observations import encode_observation, encode_omitted, encode_results
+from jaxrl.sampling.interfaces import ImageProcessor, SamplingConfig
+from jaxrl.sampling.observations import encode_observation, encode_omission_notice, encode_results
 from jaxrl.sampling.step_results import (
     check_chat,
     get_images,
@@ -76,8 +76,8 @@ class TokenLimits:
     max_image_tokens: int = 0
     context: ContextRule | None = None
 
-    def room_in_context(self, prompt_length: int, num_sampled: int) -> int | None:
-        """Return the maximum observation length for a new context; None without a context rule.
+    def compute_context_observation_limit(self, prompt_length: int, num_sampled: int) -> int | None:
+        """Return the maximum observation length in a new context; None without a context rule.
 
         The context must also have room for the prompt, the preceding turn and another turn.
         """
@@ -115,7 +115,7 @@ RewardFn = Callable[[Sequence[Sequence[ScoredEpisode]]], list[list[Reward | Base
 
 
 class EpisodeStartError(ValueError):
-    """Error for a task with which the environment cannot start an episode."""
+    """Error for a task for which the environment cannot start an episode."""
 
 
 class BaseRollout:
@@ -128,7 +128,7 @@ class BaseRollout:
         limits: TokenLimits,
         schedule: ReplySchedule | None = None,
         reward_fn: RewardFn | None = None,
-        processor: Processor | None = None,
+        processor: ImageProcessor | None = None,
     ):
         """Store the components; `schedule` defaults to `ReplySchedule()`.
 
@@ -219,7 +219,7 @@ class BaseRollout:
         return [self._image_processor(picture) for picture in pictures]
 
     @property
-    def _image_processor(self) -> Processor:
+    def _image_processor(self) -> ImageProcessor:
         if self._processor is None:
             raise UnreadableImageError(
                 "there is an image, but the model does not support images: its config.json has no "
@@ -327,7 +327,7 @@ class BaseRollout:
     def _remaining_budget(
         self, sample: Sample, num_added: int = 0, context_length: int | None = None
     ) -> int:
-        """Return the number of tokens that may be sampled after `num_added` more tokens.
+        """Return the number of tokens that may be sampled after appending `num_added` tokens.
 
         `context_length` is the context length with these tokens; None for the current length.
         """
@@ -347,11 +347,13 @@ class BaseRollout:
         if isinstance(replies, list):
             return replies
 
-        def step_alone(index: int) -> StepResult:
+        def step_single_episode(index: int) -> StepResult:
             replies = self._try_step(episodes[index : index + 1], texts[index : index + 1])
             return replies[0] if isinstance(replies, list) else make_failed_step(replies)
 
-        return parallel_map(step_alone, range(len(episodes)), max_threads=_MAX_SINGLE_STEP_THREADS)
+        return parallel_map(
+            step_single_episode, range(len(episodes)), max_threads=_MAX_SINGLE_STEP_THREADS
+        )
 
     def _try_step(
         self, episodes: Sequence[Episode], texts: Sequence[str]
@@ -400,7 +402,7 @@ class BaseRollout:
         return [self._image_processor.num_units(image) for image in images]
 
     def _make_timeout_result(self, task: Task) -> StepResult:
-        """Return a failed step for an environment whose reply missed the deadline."""
+        """Create a failed step for a reply that missed the deadline."""
         deadline_s = self._schedule.deadline_s
         reason = f"no reply within {deadline_s:g} s (config.env.step_deadline_s)"
         result = make_failed_step(f"{type(self._get_env(task)).__name__}.step: {reason}")
@@ -437,7 +439,7 @@ class BaseRollout:
         if (contexts := self._limits.context) is not None:
             sampled = sample.token_ids[sample.turn_starts[-1] :]
             tools = self._tools[sample.episode.task.environment]
-            without_body = encode_omitted(self._tokenizer, result.observation, tools)
+            without_body = encode_omission_notice(self._tokenizer, result.observation, tools)
             sample.turn_ids.append(
                 TurnIds(sampled=sampled, observation=token_ids, placeholder=without_body)
             )
@@ -465,11 +467,13 @@ class BaseRollout:
         )
         return token_ids
 
-    def _observation_room(self, sample: Sample) -> int:
-        """Return the maximum length of an observation that leaves one token to sample."""
+    def _max_observation_tokens(self, sample: Sample) -> int:
+        """Return the maximum length of an observation, reserving one token for sampling."""
         room = self._limits.max_total_tokens - len(sample.token_ids) - 1
         turn_length = len(sample.token_ids) - sample.turn_starts[-1]
-        in_context = self._limits.room_in_context(sample.prompt_length, turn_length)
+        in_context = self._limits.compute_context_observation_limit(
+            sample.prompt_length, turn_length
+        )
         return room if in_context is None else min(room, in_context)
 
     def _encode_observation(
@@ -487,7 +491,7 @@ class BaseRollout:
                 observation,
                 tools=self._tools[sample.episode.task.environment],
                 max_result_tokens=self._limits.max_observation_tokens,
-                room=self._observation_room(sample),
+                max_tokens=self._max_observation_tokens(sample),
                 image_tokens=[
                     self._count_image_tokens(self._preprocess(images))
                     for images in observation.images
@@ -502,7 +506,7 @@ class BaseRollout:
             self._tokenizer,
             observation,
             max_body_tokens=self._limits.max_observation_tokens - sum(tokens),
-            room=self._observation_room(sample),
+            max_tokens=self._max_observation_tokens(sample),
             image_tokens=tokens,
         )
         return ids, text, ()

@@ -14,7 +14,7 @@ from jaxrl.types import Attachment, Group, Params
 
 @dataclass(frozen=True, kw_only=True)
 class Seeds:
-    """Inputs to a sample's random key, in addition to the sample's task, index and attempt."""
+    """Inputs to a sample's random key besides its task, index and attempt."""
 
     seed: int
     stage: int
@@ -96,7 +96,7 @@ class Sampler(Protocol):
 
     @property
     def device(self) -> jax.Device:
-        """Return one of the sampling devices."""
+        """Return a sampling device."""
 
     def describe_shapes(self) -> str:
         """Describe the shapes that may be compiled, for display."""
@@ -114,7 +114,7 @@ class Sampler(Protocol):
         """Free the memory of the cache and the weights."""
 
 
-class Processor(Protocol):
+class ImageProcessor(Protocol):
     """Image preprocessor of a model. Must be thread-safe.
 
     Attributes:
@@ -128,7 +128,7 @@ class Processor(Protocol):
     patches_per_token: int
 
     def num_tokens(self, picture: Picture) -> int:
-        """Return the number of tokens that an image takes in a prompt.
+        """Return the number of prompt tokens of an image.
 
         Raises:
             UnreadableError: The data is not an image.
@@ -147,12 +147,12 @@ class Processor(Protocol):
     def with_images(self, groups: Iterable[Group]) -> list[Group]:
         """Reload the images of groups that come from another process or a checkpoint."""
 
-    def make_blank_processor(self) -> Processor:
+    def make_blank_processor(self) -> ImageProcessor:
         """Return a processor that replaces every image with a blank image of the same size."""
 
 
 PROCESSOR = "jaxrl.extras.vision.processor.HFImageProcessor"
-"""Dotted path of the `Processor` class; built from a model folder and `config.images`."""
+"""Dotted path of the `ImageProcessor` class; built from a model folder and `config.images`."""
 
 
 class ExternalModel(Protocol):

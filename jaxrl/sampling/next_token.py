@@ -38,7 +38,7 @@ def select_kind(temperature: float, top_p: float) -> str:
 
 
 @jax.named_scope("draw")
-def sample(
+def sample_tokens(
     logits: Float[Array, "B V"],
     uniform: Float[Array, " B"],
     temperature: Float[Array, "*B"],
@@ -148,10 +148,10 @@ def _select_per_row(values: Float[Array, "B n"], index: Int[Array, " B"]) -> Flo
 def _find_first_above(
     weights: Float[Array, "B n"], ends: Float[Array, "B n"], target: Float[Array, " B"]
 ) -> Int[Array, " B"]:
-    """Return the first index with nonzero weight whose running sum exceeds `target`, or the last.
+    """Return the first index with nonzero weight at which the running sum exceeds `target`.
 
     The weight must be nonzero because XLA sums long rows in pieces: rounding can change the running
-    sum even where the weight is 0. The target may also lie beyond the end.
+    sum even where the weight is 0. If no sum exceeds `target`, return the last such index.
     """
     n = weights.shape[-1]
     has_weight = weights > 0

@@ -16,7 +16,7 @@ def encode_observation(
     observation: Observation,
     *,
     max_body_tokens: int,
-    room: int | None = None,
+    max_tokens: int | None = None,
     image_tokens: Sequence[int] = (),
 ) -> tuple[list[int], str]:
     """Encode an observation, with its body truncated to fit; return its ids and text.
@@ -25,16 +25,16 @@ def encode_observation(
         tokenizer: Tokenizer with the chat template, which renders images.
         observation: Observation from the environment.
         max_body_tokens: Maximum length of the body in tokens.
-        room: Maximum length of the complete observation in tokens; None for no limit. Tags and
-            images are never truncated.
+        max_tokens: Maximum length of the complete observation in tokens; None for no limit. Tags
+            and images are never truncated.
         image_tokens: Token count of each image. Images go between the body and the suffix.
     """
     before = _encode_tag(tokenizer, observation.prefix)
     after = _encode_tag(tokenizer, observation.suffix)
     images = [tokenizer.render_image(count) for count in image_tokens]
-    if room is not None:
-        room -= len(before) + len(after) + sum(len(ids) for ids, _ in images)
-        max_body_tokens = max(min(max_body_tokens, room), 0)
+    if max_tokens is not None:
+        max_tokens -= len(before) + len(after) + sum(len(ids) for ids, _ in images)
+        max_body_tokens = max(min(max_body_tokens, max_tokens), 0)
     # Encode one token more than the limit: a body may be megabytes long.
     body = _encode_prefix(tokenizer, observation.body, max_body_tokens + 1)
     shown = observation.body
@@ -77,7 +77,7 @@ def encode_results(
     *,
     tools: Sequence[Mapping[str, Any]],
     max_result_tokens: int,
-    room: int | None = None,
+    max_tokens: int | None = None,
     image_tokens: Sequence[Sequence[int]] = (),
 ) -> tuple[list[int], str, tuple[str, ...]]:
     """Encode a turn of tool results, each truncated to fit; return its ids and text.
@@ -89,28 +89,30 @@ def encode_results(
         results: Results from the environment.
         tools: Tool schemas that the template describes in this chat.
         max_result_tokens: Maximum length of each result in tokens.
-        room: Maximum length of the complete turn in tokens, which the results use up in order;
-            None for no limit. Images and the template's text are never truncated.
+        max_tokens: Maximum length of the complete turn in tokens, which the results use up in
+            order; None for no limit. Images and the template's text are never truncated.
         image_tokens: Token counts of the images of each result; () if there are none.
     """
-    if room is not None:
+    if max_tokens is not None:
         template_ids, _ = tokenizer.render_results([""] * len(results.bodies), tools, image_tokens)
-        room -= len(template_ids)
+        max_tokens -= len(template_ids)
     shown = []
     for body in results.bodies:
-        limit = max_result_tokens if room is None else max(min(max_result_tokens, room), 0)
+        limit = (
+            max_result_tokens if max_tokens is None else max(min(max_result_tokens, max_tokens), 0)
+        )
         ids = _encode_prefix(tokenizer, body, limit + 1)
         shown.append(body if len(ids) <= limit else tokenizer.decode(ids[:limit]))
-        room = None if room is None else room - min(len(ids), limit)
+        max_tokens = None if max_tokens is None else max_tokens - min(len(ids), limit)
     return *tokenizer.render_results(shown, tools, image_tokens), tuple(shown)
 
 
-def encode_omitted(
+def encode_omission_notice(
     tokenizer: Tokenizer,
     observation: Observation | ToolResults | None,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[int]:
-    """Encode an observation with `OMITTED` as its body; return its ids."""
+    """Encode an observation with `OMITTED` as the body; return the ids."""
     if observation is None:
         return []
     if isinstance(observation, ToolResults):

@@ -44,7 +44,9 @@ class PrefillBatcher:
     max_units: int
     num_states: int = 0
 
-    def check(self, token_ids: Sequence[int], attachments: Sequence[Attachment]) -> None:
+    def check_attachments(
+        self, token_ids: Sequence[int], attachments: Sequence[Attachment]
+    ) -> None:
         """Check that attachments match the tokens.
 
         Raises:
@@ -62,7 +64,7 @@ class PrefillBatcher:
         attachments: tuple[Attachment, ...],
         start: int,
     ) -> None:
-        """Set a row's attachments, the arrays of the unread tokens, and the position offset.
+        """Set a row's attachments, per-token arrays of unread tokens, and position offset.
 
         `start` is the number of the row's tokens before `token_ids`.
         """

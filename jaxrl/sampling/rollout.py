@@ -27,7 +27,7 @@ from jaxrl.runtime.preemption import Interrupted
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Engine, Event, Request
 from jaxrl.sampling.episodes import BaseRollout, ReplySchedule, RewardFn, TokenLimits
-from jaxrl.sampling.interfaces import Processor, SamplingConfig
+from jaxrl.sampling.interfaces import ImageProcessor, SamplingConfig
 from jaxrl.sampling.sample_keys import derive_context_key, derive_sample_keys
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.sampling.trajectory import Sample
@@ -45,7 +45,7 @@ _NO_REQUEST = -1
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _EnvCall:
-    """Call to the environment, pending or finished."""
+    """Pending or finished call to the environment."""
 
     due: int  # number of the chunk before which its replies are added
     # (request, sample, turn text); the request is `_NO_REQUEST` if it is no longer in the engine.
@@ -66,7 +66,7 @@ class Rollout(BaseRollout):
         limits: TokenLimits,
         schedule: ReplySchedule | None = None,
         reward_fn: RewardFn | None = None,
-        processor: Processor | None = None,
+        processor: ImageProcessor | None = None,
     ):
         """Store the components. See `BaseRollout`.
 
@@ -237,7 +237,7 @@ class Rollout(BaseRollout):
     def _select_due_calls(
         self, calls: Sequence[_EnvCall], should_stop: Callable[[], bool]
     ) -> list[_EnvCall]:
-        """Return the calls whose replies are added now.
+        """Return the calls whose replies are due.
 
         If the engine is stalled, return at least one.
         """

@@ -97,10 +97,10 @@ class Row:
 
     @property
     def may_run(self) -> bool:
-        """Return True unless the row has stopped or will stop within the chunks in flight."""
+        """Return True unless the row has stopped, or will stop in a chunk in flight."""
         return not self.is_waiting and self.in_flight < self.budget
 
-    def max_length(self, num_steps: int) -> int:
+    def compute_max_length(self, num_steps: int) -> int:
         """Return the maximum cache length after `num_steps` more steps."""
         return self.length + len(self.prefill_ids) + min(self.in_flight + num_steps, self.budget)
 
@@ -168,8 +168,8 @@ class BlockScheduler:
         return list(islice(running, self._num_rows))
 
     def num_missing_pages(self, row: Row) -> int:
-        """Return the number of pages a row still needs for the next chunk; 0 if it is waiting."""
-        max_length = row.length if row.is_waiting else row.max_length(self._num_steps)
+        """Return the number of pages that a row lacks for the next chunk; 0 if it is waiting."""
+        max_length = row.length if row.is_waiting else row.compute_max_length(self._num_steps)
         return max(count_pages(max_length, self._page_tokens) - len(row.pages), 0)
 
     @property
@@ -210,7 +210,7 @@ class BlockScheduler:
         return self.state_pool is None or count <= self.state_pool.num_free
 
     def _is_current(self, prefix: Prefix) -> bool:
-        """Return True unless the prefix was computed with earlier weights."""
+        """Return True if the prefix was computed with the current weights."""
         return self.prefixes.get(prefix.prompt) is prefix
 
     def finish(self, row: Row, next_prompt: PromptTokens) -> None:
@@ -242,7 +242,7 @@ class BlockScheduler:
         for prefix in list(self.prefixes.values()):
             self._stop_sharing(prefix)
 
-    def next_to_swap_in(self) -> Row | None:
+    def get_row_to_swap_in(self) -> Row | None:
         """Return the oldest preempted row if its pages and state fit, else None."""
         row = next((row for row in self.rows.values() if row.saved is not None), None)
         if row is None or not self._has_states(1):
@@ -268,7 +268,7 @@ class BlockScheduler:
         return num_resident
 
     @property
-    def load(self) -> int | None:
+    def num_runnable_rows(self) -> int | None:
         """Return the number of rows that can run, or None while preempted rows wait for pages."""
         count = 0
         for row in self.rows.values():
@@ -280,7 +280,7 @@ class BlockScheduler:
     def rank_request(
         self, prompt: PromptTokens, budget: int, load: int | None
     ) -> tuple[bool, int, int] | None:
-        """Return this shard's rank for a request (lowest is best); None if there is no room."""
+        """Return the shard's rank for a request (lowest is best); None if it does not fit."""
         if load is None or load >= self._num_rows:
             return None
         max_length = len(prompt.ids) - 1 + min(self._num_steps, budget)

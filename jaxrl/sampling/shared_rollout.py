@@ -18,7 +18,7 @@ from jaxrl.types import Draw, Group
 
 @dataclass(frozen=True)
 class SharedRollout:
-    """Rollout across processes. Each process samples complete groups for its share of the tasks.
+    """Rollout in which each process samples complete groups for its share of the tasks.
 
     Every process receives all trajectories, in task order. If one process is interrupted or loses
     its environment, all of them stop.

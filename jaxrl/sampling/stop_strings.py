@@ -63,7 +63,7 @@ class StopAutomaton:
 
 
 def join_automata(automata: Sequence[StopAutomaton]) -> list[StopAutomaton]:
-    """Return the automata with shared tables, so that one sampler can run all of them.
+    """Return copies of the automata with shared tables, so that one sampler can run all of them.
 
     Each automaton has its own states and thus matches its own stop strings only. Automata with the
     same stop strings share their states.

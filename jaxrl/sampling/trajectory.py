@@ -1,4 +1,4 @@
-"""Trajectories during a rollout, and their conversion for training."""
+"""Samples, which are trajectories during their rollout, and their conversion for training."""
 
 from __future__ import annotations
 

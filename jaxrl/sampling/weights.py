@@ -21,7 +21,7 @@ from jaxrl.types import Params
 
 
 class WeightConverter:
-    """Converter of parameters to sampler weights, and owner of the weights' memory.
+    """Converter of parameters to sampler weights, which it owns.
 
     Weights are copies, so later updates of the parameters do not affect them. Only a parameter that
     the architecture never trains, and that the sampler uses unchanged, is shared. Parameters frozen
@@ -196,7 +196,7 @@ def partition_program(program: Any) -> list[tuple[list[int], list[int]]]:
 
 
 def _find_dependencies(jaxpr: Any, inputs: Sequence[set[int]]) -> list[set[int]]:
-    """Return the sources that each output depends on, given the sources of each input."""
+    """Return each output's dependencies, given the dependencies of each input."""
     sources = {
         id(variable): dependencies
         for variable, dependencies in zip(jaxpr.invars, inputs, strict=True)

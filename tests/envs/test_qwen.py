@@ -86,8 +86,8 @@ def test_calls_of_one_turn_are_answered_in_order():
         ("double", "c"),
     ]
     turn = Turn(text="", tool_call="ab", tool="double", records=reply.records)
-    assert [turn.calls(tool) for tool in ("double", None, "x")] == [["ab", "c"], ["Ada"], []]
-    assert Turn(text="", tool_call="ab", tool="double").calls("double") == ["ab"]
+    assert [turn.get_calls(tool) for tool in ("double", None, "x")] == [["ab", "c"], ["Ada"], []]
+    assert Turn(text="", tool_call="ab", tool="double").get_calls("double") == ["ab"]
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_recorded_arrays_are_checked_before_anything_is_compiled(store, message)
     engine = Player(config, toy_tokenizer(), ("a",), num_rows=2, records=True).engine
     if message:
         with pytest.raises(ValueError, match=message):
-            engine.check()
+            engine.check_recorded_arrays()
     else:
-        engine.check()
+        engine.check_recorded_arrays()
     assert engine.num_compilations == 0

@@ -9,7 +9,7 @@ from jaxrl.objectives.entropy import (
     kl_weights,
     window_entropy,
 )
-from jaxrl.sampling.next_token import sample
+from jaxrl.sampling.next_token import sample_tokens
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -80,6 +80,8 @@ def test_kl_term_by_hand():
 def test_entropy_of_the_sampler_by_hand():
     logits = jnp.array([[2.0, 1.0, 0.0]])
     for temperature, expected in ((1.0, 0.832396), (0.5, 0.441057)):
-        draw = partial(sample, logits, jnp.array([0.5]), jnp.float32(temperature), jnp.float32(1))
+        draw = partial(
+            sample_tokens, logits, jnp.array([0.5]), jnp.float32(temperature), jnp.float32(1)
+        )
         entropy = draw(kind="full")[2]
         np.testing.assert_allclose(entropy, [expected], atol=1e-6)

@@ -142,7 +142,7 @@ def test_a_prompt_read_in_pieces_has_the_logprobs_of_the_full_pass(monkeypatch):
     for start, num_units, id in ((50, 24, IMAGE), (120, 6, IMAGE), (165, 10, VIDEO)):
         prompt[start : start + num_units] = id
     prompt[185:195] = VIDEO
-    monkeypatch.setattr("jaxrl.sampling.engine.prefill_sizes", lambda *_: [64])
+    monkeypatch.setattr("jaxrl.sampling.engine.list_prefill_buckets", lambda *_: [64])
     engine = build_engine(
         "qwen3_vl", num_rows=1, num_pages=16, max_prompt_tokens=224, max_total_tokens=240,
         max_units=50,
@@ -173,14 +173,14 @@ def test_text_is_read_as_by_a_program_without_images():
             "units": np.full(ids.shape, -1, np.int32),
         },
     )
-    embeds = sampler.empty_embeds(engine._max_units)
-    append = jax.jit(sampler.append)
-    empty = sampler.empty_cache(6, 16)
+    embeds = sampler.init_embeds(engine._max_units)
+    prefill = jax.jit(sampler.prefill)
+    empty = sampler.init_cache(6, 16)
     bare = dataclasses.replace(blocks, token_arrays={"positions": blocks.token_arrays["positions"]})
-    expected, _ = append(weights, empty, bare)
+    expected, _ = prefill(weights, empty, bare)
     assert all(np.any(leaf) for leaf in jax.tree.leaves(expected))
     for value in (0, np.nan):
-        actual, _ = append(weights, empty, blocks, jnp.full_like(embeds, value))
+        actual, _ = prefill(weights, empty, blocks, jnp.full_like(embeds, value))
         jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 

@@ -21,7 +21,7 @@ def compile_program(name, num_layers, *, scan_layers=True):
 
 
 @pytest.mark.usefixtures("quick_compilation")
-@pytest.mark.parametrize("name", ["decode", "append"])
+@pytest.mark.parametrize("name", ["decode", "prefill"])
 def test_program_size_does_not_grow_with_the_number_of_layers(name):
     few, many = (compile_program(name, num_layers).as_text().count(" = ") for num_layers in (4, 16))
     assert few > 100
@@ -29,7 +29,7 @@ def test_program_size_does_not_grow_with_the_number_of_layers(name):
 
 
 @pytest.mark.usefixtures("quick_compilation")
-@pytest.mark.parametrize("name", ["decode", "append"])
+@pytest.mark.parametrize("name", ["decode", "prefill"])
 @pytest.mark.parametrize("scan_layers", [False, True], ids=["unrolled", "scanned"])
 def test_the_cache_is_written_where_it_lies(name, scan_layers):
     sizes = compile_program(name, 2, scan_layers=scan_layers).memory_analysis()

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from jaxrl.models.attention.reference import MASK_VALUE
-from jaxrl.sampling.next_token import filter_top_p, sample, sample_uniforms, select_kind
+from jaxrl.sampling.next_token import filter_top_p, sample_tokens, sample_uniforms, select_kind
 
 ALMOST_ONE = np.float32(1 - 2**-24)  # the largest float32 below 1
-draw_kind = jax.jit(sample, static_argnames="kind")
+draw_kind = jax.jit(sample_tokens, static_argnames="kind")
 filter_top_p_jit = jax.jit(filter_top_p)
 
 

@@ -10,7 +10,7 @@ from jaxrl.builders.components import select_sampling_kinds
 from jaxrl.extras.kernels.attention_gpu import count_live_pages
 from jaxrl.models.attention.kernels import PAGE_TOKENS
 from jaxrl.sampling import engine
-from jaxrl.sampling.buckets import prefill_sizes, row_sizes
+from jaxrl.sampling.buckets import list_prefill_buckets, list_row_buckets
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.stop_strings import StopAutomaton
 from tests.helpers import ROOT, resolved
@@ -30,7 +30,7 @@ MODELS = {"text": SMALL, "images": golden()[0]}
 @pytest.fixture(params=["gpu", "cpu"])
 def platform(request, monkeypatch):
     """Make engines choose their sizes for a platform."""
-    for sizes in (row_sizes, prefill_sizes):
+    for sizes in (list_row_buckets, list_prefill_buckets):
         bound = partial(sizes, request.param)
         monkeypatch.setattr(engine, sizes.__name__, lambda _, *rest, bound=bound: bound(*rest))
     return request.param
@@ -49,8 +49,8 @@ def test_a_cpu_decodes_at_least_two_rows_in_bfloat16(
     platform, dtype, has_matmul, sizes, monkeypatch
 ):
     monkeypatch.setattr("jaxrl.sampling.buckets.CPU_HAS_BFLOAT16_MATMUL", has_matmul)
-    assert row_sizes(platform, 16, dtype) == sizes
-    assert row_sizes(platform, 1, dtype) == [1]
+    assert list_row_buckets(platform, 16, dtype) == sizes
+    assert list_row_buckets(platform, 1, dtype) == [1]
 
 
 def build_engine(model, *, num_rows=256, max_total_tokens=4096, **settings):
@@ -77,7 +77,7 @@ def test_configurations_need_at_most_ten_programs(path, platform):
         programs = {function.name: function.variants for function in sampler.compiled_functions}
         assert {pages for _, _, pages in programs["decode"]} == {*sampler.past_sizes}
         programs["decode"] = {(rows, kind) for rows, kind, _ in programs["decode"]}
-        assert programs.keys() == {"append", "decode", "copy", "swap", "embed"}
+        assert programs.keys() == {"prefill", "decode", "copy", "swap", "embed"}
         needed = programs.keys() - ({"embed"} if model == "text" else {})
         assert {name for name, variants in programs.items() if variants} == needed
         assert sum(map(len, programs.values())) <= 10

@@ -315,7 +315,7 @@ class Qwen35Config(QwenConfig):
 
     @jax.named_scope("delta_net")
     def _run_delta_net(
-        self, weights: Params, x: Float[Array, "M D"], recur: Mixer
+        self, weights: Params, x: Float[Array, "M D"], run_recurrence: Mixer
     ) -> Float[Array, "M D"]:
         qkv, gate, beta, step = self.project_delta_net(weights, x)
         decay = weights["decay"]
@@ -326,7 +326,7 @@ class Qwen35Config(QwenConfig):
             "log_decay": -rate * step,
             "beta": jax.nn.sigmoid(beta.astype(jnp.float32)),
         }
-        out = recur(self._make_advance(weights["conv"]["kernel"][:, 0]), inputs)
+        out = run_recurrence(self._make_advance(weights["conv"]["kernel"][:, 0]), inputs)
         # The norm comes before the gate and has a plain scale.
         out = rms_norm(out.astype(x.dtype), weights["norm"]["scale"], self.rms_norm_eps)
         gate = gate.reshape(out.shape).astype(jnp.float32)

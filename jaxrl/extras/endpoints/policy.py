@@ -42,7 +42,7 @@ from jaxrl.sampling.episodes import (
     RewardFn,
     TokenLimits,
 )
-from jaxrl.sampling.interfaces import Processor, SamplingConfig
+from jaxrl.sampling.interfaces import ImageProcessor, SamplingConfig
 from jaxrl.sampling.rollout import IDLE_POLL_S, check_stop
 from jaxrl.sampling.step_results import get_images, make_failed_step
 from jaxrl.sampling.trajectory import Sample
@@ -281,7 +281,7 @@ class ChatRollout(BaseRollout):
         limits: TokenLimits,
         schedule: ReplySchedule,
         reward_fn: RewardFn,
-        processor: Processor | None = None,
+        processor: ImageProcessor | None = None,
     ):
         """Create a rollout that samples from `model`.
 

@@ -54,7 +54,7 @@ from jaxrl.runtime.weight_memory import (
     count_weights,
     local_param_sizes,
 )
-from jaxrl.sampling.buckets import prefill_sizes, row_sizes
+from jaxrl.sampling.buckets import list_prefill_buckets, list_row_buckets
 
 USABLE_SHARE = 0.9
 """Fraction of a device's memory that a plan may fill; the plan omits small allocations."""
@@ -472,7 +472,7 @@ def _plan_sampling(config: ResolvedConfig, model: Architecture, target: Target) 
             kind = "train" if environment.tasks.eval.holdout else "eval"
             num_sources += len(environment.tasks[kind].sources) or 1
         rows = min(rows, num_sources * config.eval.max_tasks * samples)
-    programs = row_sizes(target.platform, cache.rows, config.model.dtype)
+    programs = list_row_buckets(target.platform, cache.rows, config.model.dtype)
     rows = next(size for size in programs if size >= rows)
     past = (
         copies_pages(_resolve_kernels(config, model, target), target.platform) * cache.pages_per_row
@@ -489,7 +489,7 @@ def _plan_sampling(config: ResolvedConfig, model: Architecture, target: Target) 
     }
 
     # Prefill of prompts and observations, with the keys and values of a step over pages.
-    prefill_tokens = prefill_sizes(target.platform, config.context_tokens)[-1]
+    prefill_tokens = list_prefill_buckets(target.platform, config.context_tokens)[-1]
     values = model.memory_terms(mesh.shape["tensor"]).prefill_activations
     if model.num_experts:
         sizes = mesh.shape["tensor"], mesh.shape["expert"]
@@ -782,7 +782,7 @@ def _describe_shapes(config: ResolvedConfig, model: Architecture, target: Target
                 f"{chunk} x {model.vocab_size}"
             )
     if {"train", "evaluate"} & set(config.stages):
-        prefill_tokens = prefill_sizes(target.platform, config.context_tokens)[-1]
+        prefill_tokens = list_prefill_buckets(target.platform, config.context_tokens)[-1]
         shapes["rollout"] = (
             f"decode {rollout.chunk_tokens} steps of up to {rollout.max_num_seqs} rows over up to "
             f"{config.context_tokens} tokens; prefill up to {prefill_tokens} tokens on a device; "

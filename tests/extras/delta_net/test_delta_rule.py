@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl.extras.delta_net.delta_rule import delta_rule, invert_unit_triangular
 from jaxrl.extras.delta_net.qwen3_5 import causal_conv
-from jaxrl.models.recurrence import CHUNK_TOKENS, make_recur
+from jaxrl.models.recurrence import CHUNK_TOKENS, make_recurrence
 
 N, K, V = 3, 8, 6
 SPECS = {"memory": jax.ShapeDtypeStruct((N, K, V), jnp.float32)}
@@ -74,7 +74,7 @@ def get_starts(lengths):
     return np.repeat(begins, lengths)
 
 
-def recur(inputs, starts, **settings):
+def run_recurrence(inputs, starts, **settings):
     """Return the outputs for R rows, given inputs `[R, T, ...]` and starts `[R, T]`."""
 
     def advance(state, inputs, starts, counts):
@@ -82,22 +82,22 @@ def recur(inputs, starts, **settings):
         return out, {"memory": memory}
 
     flat = tuple(jnp.asarray(x, jnp.float32).reshape(-1, *x.shape[2:]) for x in inputs)
-    out = make_recur(SPECS, jnp.asarray(starts, jnp.int32), **settings)(advance, flat)
+    out = make_recurrence(SPECS, jnp.asarray(starts, jnp.int32), **settings)(advance, flat)
     return out.reshape(*starts.shape, N, V)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_chunks_equal_a_loop_over_tokens(lengths):
     inputs = make_inputs(sum(lengths))
-    got = recur([x[None] for x in inputs], get_starts(lengths)[None])
+    got = run_recurrence([x[None] for x in inputs], get_starts(lengths)[None])
     np.testing.assert_allclose(got[0], loop(*inputs, lengths), atol=5e-6, rtol=1e-5)
 
 
 def test_steps_equal_a_chunk():
     inputs = [x[None] for x in make_inputs(100)]
     starts = get_starts((30, 70))[None]
-    steps = recur(inputs, starts, chunk_tokens=1)
-    np.testing.assert_allclose(steps, recur(inputs, starts), atol=5e-6, rtol=1e-5)
+    steps = run_recurrence(inputs, starts, chunk_tokens=1)
+    np.testing.assert_allclose(steps, run_recurrence(inputs, starts), atol=5e-6, rtol=1e-5)
 
 
 def test_gradients_are_those_of_the_steps():
@@ -106,7 +106,7 @@ def test_gradients_are_those_of_the_steps():
     weights = np.random.default_rng(1).normal(size=(1, sum(lengths), N, V))
 
     def loss(inputs, **settings):
-        return (recur(inputs, get_starts(lengths)[None], **settings) * weights).sum()
+        return (run_recurrence(inputs, get_starts(lengths)[None], **settings) * weights).sum()
 
     chunks, steps = (
         jax.grad(loss)(inputs), jax.grad(lambda x: loss(x, chunk_tokens=1))(inputs)
@@ -125,7 +125,7 @@ def test_contexts_of_a_row_do_not_change_each_other():
         mixed.append(others.copy())
         mixed[-1][middle] = mine[middle]
     starts = get_starts(lengths)[None]
-    out, other = (recur([x[None] for x in inputs], starts)[0] for inputs in (first, mixed))
+    out, other = (run_recurrence([x[None] for x in inputs], starts)[0] for inputs in (first, mixed))
     np.testing.assert_array_equal(out[middle], other[middle])
     assert np.abs(out - other)[-30:].min() > 0
 
@@ -137,7 +137,7 @@ def test_memory_of_the_backward_pass_grows_with_chunks_not_tokens():
         starts = get_starts((num_tokens,))[None]
 
         def loss(inputs):
-            return (recur(inputs, starts, chunk_tokens=chunk_tokens) ** 2).sum()
+            return (run_recurrence(inputs, starts, chunk_tokens=chunk_tokens) ** 2).sum()
 
         compiled = jax.jit(jax.grad(loss)).lower(inputs).compile()
         return compiled.memory_analysis().temp_size_in_bytes

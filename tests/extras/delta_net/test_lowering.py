@@ -26,7 +26,7 @@ def test_programs_lower(platform):
     functions = sampler_programs(HYBRID, kernels=kernels) | trainer_programs(
         HYBRID, kernels=kernels, scan_layers=True
     )
-    for name in ("decode", "append", "update"):
+    for name in ("decode", "prefill", "update"):
         function, arguments = functions[name]
         lower = export.export(jax.jit(function), platforms=[platform], disabled_checks=CUSTOM_CALLS)
         assert "dot_general" in lower(*arguments).mlir_module()
@@ -42,7 +42,7 @@ def test_all_compile_for_a_v6e():
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3000)
     assert result.returncode == 0, result.stderr[-3000:]
     temporary_bytes = json.loads(result.stdout.splitlines()[-1])
-    assert temporary_bytes.keys() == {"rule of 2048", "rule of 4096", "decode", "append", "update"}
+    assert temporary_bytes.keys() == {"rule of 2048", "rule of 4096", "decode", "prefill", "update"}
 
 
 def main():

@@ -34,7 +34,7 @@ from jaxrl.extras.serve.errors import RequestError
 from jaxrl.extras.serve.server import MAX_CONNECTIONS, Endpoint, Server, bind_port
 from jaxrl.extras.serve.worker import Worker
 from jaxrl.sampling.episodes import BaseRollout, ReplySchedule, RewardFn, TokenLimits
-from jaxrl.sampling.interfaces import Processor, SamplingConfig
+from jaxrl.sampling.interfaces import ImageProcessor, SamplingConfig
 from jaxrl.sampling.rollout import IDLE_POLL_S, check_stop, derive_keys, make_group_keys
 from jaxrl.sampling.trajectory import Sample
 from jaxrl.types import Draw, Group
@@ -106,7 +106,7 @@ class AgentRollout(BaseRollout):
         limits: TokenLimits,
         schedule: ReplySchedule,
         pay: RewardFn,
-        processor: Processor | None = None,
+        processor: ImageProcessor | None = None,
         *,
         log: Callable[[str], None],
     ):
