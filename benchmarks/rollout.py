@@ -39,7 +39,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from benchmarks import common
-from jaxrl.runtime.sharding import local_mesh
+from jaxrl.runtime.sharding import make_local_mesh
 from jaxrl.sampling import next_token
 from jaxrl.sampling.engine import Engine, Request
 from jaxrl.sampling.episodes import ReplySchedule, TokenLimits
@@ -123,7 +123,7 @@ def make_engine(
     stops = stops or StopAutomaton([b"a"] * model.vocab_size, ["</search>"])
     return Engine(
         model.architecture,
-        local_mesh(mesh),
+        make_local_mesh(mesh),
         stops,
         num_tokens=min(model.vocab_size, stops.is_hit.shape[1]),
         eos_ids=(),

@@ -57,7 +57,7 @@ from jaxrl.envs.rewards.qa import exact_match, f1
 from jaxrl.envs.search.bm25 import LocalSearch
 from jaxrl.logs.statistics import bootstrap_means, compute_percentile_interval
 from jaxrl.logs.steps import StepTimer
-from jaxrl.models.hf_weights import copy_side_files
+from jaxrl.models.hf_weights import copy_non_weight_files
 from jaxrl.types import Trajectory
 
 SYSTEM = "Answer the question in a few words from the text. Write the answer alone."
@@ -484,7 +484,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     steps["TRL"] += theirs.steps
     check_prompts(ours.steps, theirs.steps)
     (out / "steps.json").write_text(json.dumps({"steps": steps, "trl": messages_received}))
-    copy_side_files(Path(model), out / "trl_model")
+    copy_non_weight_files(Path(model), out / "trl_model")
 
     # Report speed first, then compare losses and gradients on the same completions.
     lines = [common.format_table(["", *TRAINERS, "ratio"], make_speed_rows(steps)), ""]

@@ -369,11 +369,11 @@ class Trainer:
         params = load_initial_params(run_state)
         run_state.begin_stage("train")
         self._learner = Learner(run_state, params)
-        self._learner.start()
+        self._learner.start_stage()
 
     @contextlib.contextmanager
     def _save_on_stop(self) -> Iterator[None]:
-        """Save the completed steps if the block is interrupted or an error ends the run."""
+        """Save completed steps if the block is interrupted or an error ends the run."""
         with redact_output(), filter_orbax_logs(), _stop_on_interrupt() as should_stop:
             peers = self._peers
             self._should_stop = peers.extend_to_job(should_stop) if peers else should_stop
@@ -429,14 +429,14 @@ class Trainer:
         return self._learner
 
     def _begin_step(self) -> Learner:
-        """Finish the last step if the caller did not; return the learner."""
+        """Finish the last step if it is unfinished; return the learner."""
         learner = self._open_learner
         if learner.run_state.progress.record is not None:
             self._finish(learner.finish_step)
         return self._open_learner
 
     def _check_groups(self, groups: Sequence[Group]) -> None:
-        """Check groups, which the caller may have built or changed.
+        """Validate groups, which the caller may have built or changed.
 
         Raises:
             ValueError: A group or trajectory is invalid.
@@ -584,7 +584,7 @@ class Trainer:
             return self._begin_step().rollout(tasks, group_size)
 
     def collect(self) -> list[Group]:
-        """Sample a step's groups as `train` does, with its filter, resampling and prefetch."""
+        """Sample a step's groups as `train` does, with the filter, resampling and prefetching."""
         with self._save_on_stop():
             return self._begin_step().collect()
 
@@ -824,7 +824,7 @@ def _join_job(
     process_id: int | None,
     cluster: str | None,
 ) -> MonitorClient | None:
-    """Join the multi-process job, and leave it when the stack closes; None for a single process."""
+    """Join the multi-process job until the stack closes; return None for a single process."""
     job = find_job(
         coordinator=coordinator,
         num_processes=num_processes,

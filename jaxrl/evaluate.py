@@ -1,4 +1,4 @@
-"""Score a policy on held-out tasks: roll out, summarize, write the results."""
+"""Evaluation of a policy on held-out tasks: roll out, summarize, write results."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from jaxrl.builders.components import RunComponents
     from jaxrl.logs.display import Display
     from jaxrl.runtime.job import Job
-    from jaxrl.runtime.resume import Change, RunRecord
+    from jaxrl.runtime.resume import ConfigChange, RunRecord
     from jaxrl.training.settings import Settings
 
 PEER_DEADLINE_S = 120.0
@@ -434,8 +434,8 @@ def _check_workdir(
     contents: Mapping[str, str],
     *,
     accept_changes: bool,
-) -> list[Change]:
-    """Check that exports overwrite no source, and that the run in the workdir can resume.
+) -> list[ConfigChange]:
+    """Check that exports overwrite no source model, and that the workdir's run can resume.
 
     Returns:
         Changes of the configuration and the files since the run's record.
@@ -520,7 +520,7 @@ def _exit_with_error(error: Exception, remedy: str = "", path: Path | None = Non
 
 
 def _has_remedy(error: Exception, folder: Path) -> bool:
-    """Return True if the error is a system error in `REMEDIES` about a file in `folder`."""
+    """Return True for a system error about a file in `folder` with an entry in `REMEDIES`."""
     if not isinstance(error, OSError) or error.errno not in REMEDIES or not error.filename:
         return False
     return Path(os.fsdecode(error.filename)).absolute().is_relative_to(folder.absolute())

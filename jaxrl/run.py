@@ -321,7 +321,7 @@ def load_run_state(
 
 
 def discard_rolled_back_output(workdir: Path, checkpointer: Checkpointer) -> list[dict[str, Any]]:
-    """Apply rollbacks decided after the latest checkpoint: remove or archive all later output.
+    """Apply rollbacks decided after the latest checkpoint by removing or archiving later output.
 
     Returns:
         All decisions if the last decision is newer than that checkpoint, else an empty list.
@@ -399,7 +399,7 @@ def make_run_state(
 
 
 def load_initial_params(run_state: RunState) -> Params:
-    """Return the initial parameters: from the checkpoint, or else from the model folder.
+    """Load the initial parameters from the checkpoint, or else from the model folder.
 
     If the run only evaluates, each leaf is a function that reads the parameter from disk.
     """
@@ -449,7 +449,7 @@ REPORT = "jaxrl.extras.view.report:write_report_or_warn"
 def build_restore_targets(
     components: Components, saved: dict[str, Any], restores_finished_stage: bool = False
 ) -> dict[str, Any]:
-    """Return abstract arrays for the items to restore from a checkpoint, given its saved progress.
+    """Return abstract arrays of the items to restore from a checkpoint with progress `saved`.
 
     Always includes the parameters. If a stage is in progress, or finished and
     `restores_finished_stage` is set, also includes its optimizer state and, in stage `train`, the

@@ -22,11 +22,11 @@ from jaxrl.logs.steps import (
     DISPLAYED_METRICS,
     StepTimer,
     collect_sample_fields,
+    compute_entropy_window_metrics,
     compute_kl_metrics,
     compute_lag_metrics,
     compute_memory_metrics,
     compute_packing_metrics,
-    compute_window_metrics,
     merge_update_metrics,
 )
 from jaxrl.runtime import distributed
@@ -79,15 +79,15 @@ def train(run_state: RunState, params: Params) -> Params:
         run_state.report_extra_steps(run_state.components.num_steps["train"])
         return params
     learner = Learner(run_state, params)
-    learner.start()
+    learner.start_stage()
     while not learner.is_done:
         run_state.check_budget()
         learner.step()
-    return learner.end()
+    return learner.end_stage()
 
 
 class Learner:
-    """Parts of an RL step, which `train` runs in order and `api.Trainer` exposes as methods.
+    """Phases of an RL step, which `train` runs in order and `api.Trainer` exposes.
 
     A step is `collect` (or `rollout`), `compute_advantages`, `update` and `finish_step`. Only
     `update` changes the progress, so a run that stops earlier repeats the step. Every process of a
@@ -143,7 +143,7 @@ class Learner:
         self._set_stage(dataclasses.replace(stage, shape=shape, update=update))
 
     def _begin_step(self) -> None:
-        """Reset the data collected for the last step."""
+        """Discard the data collected for the last step."""
         self._timer = StepTimer()
         self._collected: CollectedGroups | None = None
         self._is_streamed = False  # True if `collect` took the tasks
@@ -168,7 +168,7 @@ class Learner:
         is_early = progress.is_out_of_patience(self.run_state.settings.evaluation.patience)
         return progress.stage_step >= self.stage.num_steps or is_early
 
-    def start(self) -> None:
+    def start_stage(self) -> None:
         """Load the sampler's weights; run the initial evaluation, or finish the restored step."""
         run_state = self.run_state
         run_state.compile_sampler()
@@ -193,7 +193,7 @@ class Learner:
         self._begin_step()
 
     def _load_weights(self) -> None:
-        """Load the current weights into the sampler, unless it holds them."""
+        """Load the current weights into the sampler, unless they are loaded."""
         components = self.run_state.components
         if not self._has_weights:
             components.engine.set_weights(components.model.merge(self.state.params))
@@ -277,7 +277,7 @@ class Learner:
         return sampled.groups
 
     def sample(self, draws: Sequence[Draw], sampling: SamplingConfig) -> list[Group]:
-        """Sample groups outside of a step with the current weights; do not count their usage."""
+        """Sample groups outside of a step, with the current weights and without counting usage."""
         self._load_weights()
         run_state = self.run_state
         groups = run_state.components.rollout(draws, sampling, should_stop=run_state.should_stop)
@@ -407,7 +407,7 @@ class Learner:
 
     @property
     def _reduced_micro_rows(self) -> int:
-        """Half the rows of a micro-batch, at least one per shard; 0 if they must not shrink.
+        """Half the rows of a micro-batch, at least one per shard; 0 if no reduction is possible.
 
         Another process of a job may not have run out of memory, so a job of several ends.
         """
@@ -654,7 +654,7 @@ class Learner:
                 if needs_divergences(self.method.kl)
                 else {}
             ),
-            **compute_window_metrics(groups, controllers),
+            **compute_entropy_window_metrics(groups, controllers),
             "actor/num_updates": int(self.state.num_updates),
             "actor/num_skipped": int(self.state.num_skipped),
             "actor/num_learned": progress.num_learned,
@@ -730,7 +730,7 @@ class Learner:
             self._timer = StepTimer()  # times of a step exclude the checkpoint before it
         return record
 
-    def end(self) -> Params:
+    def end_stage(self) -> Params:
         """End the stage: export the parameters, save a checkpoint, and return the parameters.
 
         If patience ran out, the parameters are those of the best checkpoint.
@@ -755,7 +755,7 @@ def prepare_training(run_state: RunState) -> None:
 
 
 def bootstrap_controllers(run_state: RunState) -> None:
-    """Set thresholds, difficulties and targets from a rollout before the first step.
+    """Initialize thresholds, difficulties and targets from a rollout before the first step.
 
     Uses the first `shaping.bootstrap_tasks` tasks (all if negative) and seeds that no step uses.
     """
@@ -803,7 +803,7 @@ def update_gate(run_state: RunState, eval_metrics: Mapping[str, float]) -> None:
 
 
 def handle_collapse_signs(run_state: RunState) -> None:
-    """Report the step's signs of collapse and apply `watch.action`.
+    """Report the step's signs of collapse and take `watch.action`.
 
     Raises:
         Rollback: The action is `roll_back`.
@@ -903,7 +903,7 @@ def restore_best_state(run_state: RunState, state: TrainState) -> TrainState:
 def log_trajectories(
     run_state: RunState, trajectories: Sequence[Trajectory], fields: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Write the step's first `num_logged_trajectories` trajectories to its file and trackers."""
+    """Log the step's first `num_logged_trajectories` trajectories to a file and the trackers."""
     if not distributed.is_main():
         return
     count = run_state.settings.num_logged_trajectories

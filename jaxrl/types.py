@@ -203,7 +203,7 @@ class Trajectory:
         return "" if self.is_scored else texts[-1] if texts else "no error message"
 
     def require_field(self, name: str) -> Any:
-        """Return the value of a field that the step must have computed, such as `divergence`.
+        """Return a field that must have been computed, such as `divergence`.
 
         Raises:
             RuntimeError: The field is None.
@@ -218,7 +218,7 @@ class Trajectory:
 
     @property
     def num_sampled(self) -> int:
-        """Number of True entries in `loss_mask`, including those that `with_loss_mask` set."""
+        """Number of True entries in `loss_mask`, which `with_loss_mask` may have extended."""
         return int(self.loss_mask.sum())
 
     @property
@@ -248,7 +248,7 @@ class Trajectory:
         return [record for turn in self.turns for record in turn.records]
 
     def get_calls(self, tool: str | None) -> list[str]:
-        """Return the calls to a tool; None selects the search engine."""
+        """Return the calls to a tool, or to the search engine if None."""
         return [call for turn in self.turns for call in turn.get_calls(tool)]
 
     @property
@@ -349,7 +349,7 @@ GROUP_KINDS = ("all_right", "all_wrong", "mixed", "failed")
 
 
 def flatten_groups(groups: Sequence[Group]) -> list[Trajectory]:
-    """Return the trajectories of all groups, group by group."""
+    """Return the trajectories of all groups, in order."""
     return [trajectory for group in groups for trajectory in group.trajectories]
 
 

@@ -699,7 +699,7 @@ def check_four_devices():
     # One device trains and the others only sample.
     mesh = mesh_of(complete())
     params = jax.device_put(tiny_params(), param_shardings(mesh, TINY))
-    rollout_mesh = sharding.local_mesh(mesh, rollout_devices=3)
+    rollout_mesh = sharding.make_local_mesh(mesh, rollout_devices=3)
     prepare = partial(TINY.weights_for_decoding, dtype=jnp.float32)
     weights = WeightConverter(
         prepare, TINY, mesh=rollout_mesh, train_mesh=mesh, scan_layers=True

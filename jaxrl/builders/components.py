@@ -56,8 +56,8 @@ from jaxrl.models.layers import HOST_MEMORY
 from jaxrl.models.policy import Model
 from jaxrl.models.registry import read_architecture
 from jaxrl.runtime.checkpoint import latest_complete_step
-from jaxrl.runtime.compilation import clear_cache_if_edited
-from jaxrl.runtime.sharding import check_even_split, local_mesh, make_mesh
+from jaxrl.runtime.compilation import clear_cache_on_code_change
+from jaxrl.runtime.sharding import check_even_split, make_local_mesh, make_mesh
 from jaxrl.runtime.weight_memory import count_elements
 from jaxrl.sampling.contexts import ContextRule
 from jaxrl.sampling.decode import should_scan_layers
@@ -116,7 +116,7 @@ def build(
         OutageError: The search engine's server does not respond.
     """
     # The model: local, or behind an endpoint and therefore without weights.
-    clear_cache_if_edited()
+    clear_cache_on_code_change()
     mesh = make_mesh(**c.mesh)
     external = _build_external_model(c, workdir, log)
     architecture, tokenizer = read_model_and_tokenizer(
@@ -613,7 +613,7 @@ def build_engine(
     """Create a sampling engine of class `kind`."""
     # The cache has the configured size, or all memory that the plan leaves free.
     rollout, length = c.rollout, c.context_tokens
-    sampling_mesh = local_mesh(mesh, c.mesh.rollout_devices)
+    sampling_mesh = make_local_mesh(mesh, c.mesh.rollout_devices)
     kernels = select_kernels(c.model.attention, sampling_mesh, policy, check_dtype=c.model.dtype)
     page_tokens, platform = kernels.page_tokens, sampling_mesh.devices.flat[0].platform
     cache = capacity.CacheSizes.compute(c, policy.unwrapped, mesh, jax.process_count(), page_tokens)

@@ -175,7 +175,7 @@ class Turn:
     is_cut: bool = False  # True if the token budget truncated the observation
 
     def get_calls(self, tool: str | None) -> list[str]:
-        """Return this turn's calls to a tool; None selects the search engine."""
+        """Return this turn's calls to a tool, or to the search engine if None."""
         if self.records:
             return [record.call for record in self.records if record.tool == tool]
         return [self.tool_call] if self.tool_call is not None and self.tool == tool else []

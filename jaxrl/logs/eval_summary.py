@@ -1,4 +1,4 @@
-"""Metrics of held-out evaluations with confidence intervals, for records and as text.
+"""Metrics of held-out evaluations with confidence intervals, as JSON and as text.
 
 `docs/evaluate.md` defines every number. Trajectories may come from any source, but must be in task
 order.
@@ -28,7 +28,7 @@ from jaxrl.logs.statistics import (
     majority_at_k,
     pass_at_k,
 )
-from jaxrl.objectives.metrics import mean
+from jaxrl.objectives.metrics import mean_or_nan
 from jaxrl.types import Group, Trajectory, flatten_groups
 from jaxrl.utils.text import escape_control_chars
 
@@ -108,7 +108,8 @@ def summarize(
         if question.trajectories[0].task.environment in tool_environments:
             samples = [compute_attribution(t) for t in question.scored_trajectories]
             metrics |= {
-                name: mean([s[name] for s in samples if name in s]) for name in ATTRIBUTION_METRICS
+                name: mean_or_nan([s[name] for s in samples if name in s])
+                for name in ATTRIBUTION_METRICS
             }
         measured.append(metrics)
     names = list(dict.fromkeys(name for metrics in measured for name in metrics))
@@ -138,7 +139,7 @@ def summarize(
         counts["mean"] = counts["all"]
     # All measured parts, first those with nonzero weight in the order of `weights`.
     parts = sorted(
-        {part for t in flatten_groups(questions) if t.is_scored for part in _get_parts(t)}
+        {part for t in flatten_groups(questions) if t.is_scored for part in _get_reward_parts(t)}
     )
     weighted_parts = [part for part, weight in weights.items() if weight and part in parts]
     return EvalSummary(
@@ -156,7 +157,7 @@ def summarize(
 
 
 def get_subset_sizes(num_samples: int, ks: Sequence[int]) -> tuple[int, ...]:
-    """Return `ks`; if it is empty, all powers of two below `num_samples`, and `num_samples`.
+    """Return `ks`, or by default the powers of two below `num_samples`, and `num_samples`.
 
     The default is that of verl. Returns () for a single sample.
     """
@@ -169,29 +170,36 @@ def get_subset_sizes(num_samples: int, ks: Sequence[int]) -> tuple[int, ...]:
 def _compute_question_metrics(
     question: Group, ks: Sequence[int], has_python: bool
 ) -> dict[str, float]:
-    """Compute a question's metrics; NaN for those that need more scored samples."""
+    """Compute the metrics of a question; NaN if a metric requires more scored samples."""
     scored = question.scored_trajectories
-    parts = sorted({name for t in scored for name in _get_parts(t)})
+    parts = sorted({name for t in scored for name in _get_reward_parts(t)})
     formats = [t.is_well_formed for t in scored if "format" in t.reward_parts]
     is_correct = [t.reward_parts.get("exact_match") == 1.0 for t in scored]
     answers = [normalize_answer(t.final_answer) for t in scored]
     possible = [k for k in ks if k <= len(scored)] if "exact_match" in parts else []
     return {
-        **{name: mean([p[name] for p in map(_get_parts, scored) if name in p]) for name in parts},
-        **({"format_rate": mean(formats)} if formats else {}),
-        "searches": mean([len(t.searches) for t in scored]),
-        "searched": mean([bool(t.searches) for t in scored]),
-        **({"python_calls": mean([len(t.python_calls) for t in scored])} if has_python else {}),
-        "sampled_tokens": mean([t.num_sampled for t in scored]),
-        **{str(name): mean([t.outcome == name for t in scored]) for name in OUTCOMES},
+        **{
+            name: mean_or_nan([p[name] for p in map(_get_reward_parts, scored) if name in p])
+            for name in parts
+        },
+        **({"format_rate": mean_or_nan(formats)} if formats else {}),
+        "searches": mean_or_nan([len(t.searches) for t in scored]),
+        "searched": mean_or_nan([bool(t.searches) for t in scored]),
+        **(
+            {"python_calls": mean_or_nan([len(t.python_calls) for t in scored])}
+            if has_python
+            else {}
+        ),
+        "sampled_tokens": mean_or_nan([t.num_sampled for t in scored]),
+        **{str(name): mean_or_nan([t.outcome == name for t in scored]) for name in OUTCOMES},
         **dict.fromkeys((f"{name}@{k}" for name in ("pass", "maj") for k in ks), math.nan),
         **{f"pass@{k}": pass_at_k(len(is_correct), sum(is_correct), k) for k in possible},
         **{f"maj@{k}": majority_at_k(answers, is_correct, k) for k in possible},
     }
 
 
-def _get_parts(trajectory: Trajectory) -> Mapping[str, float]:
-    """Return the reward parts, with the total reward if the run has several environments."""
+def _get_reward_parts(trajectory: Trajectory) -> Mapping[str, float]:
+    """Return the reward parts; with several environments, include the total reward."""
     parts = trajectory.reward_parts
     return {TOTAL_REWARD: trajectory.reward, **parts} if trajectory.task.environment else parts
 

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from jaxrl.envs.base import CallRecord
-from jaxrl.objectives.metrics import mean
+from jaxrl.objectives.metrics import mean_or_nan
 from jaxrl.types import GROUP_KINDS, GroupStats, Trajectory
 
 
 def compute_rollout_metrics(
     trajectories: Sequence[Trajectory], max_response_tokens: int, *, has_python: bool = False
 ) -> dict[str, float]:
-    """Compute means over the scored trajectories, under verl's metric names where they exist.
+    """Compute means over the scored trajectories, with verl's metric names where they exist.
 
     Without scored trajectories, the means are NaN, since an environment error is not a reward of 0.
     `has_python` adds a count of Python calls.
@@ -27,24 +27,24 @@ def compute_rollout_metrics(
     rewards = [t.reward for t in scored]
     outcomes = [str(t.outcome) for t in trajectories]
     metrics = {
-        "critic/rewards/mean": mean(rewards),
+        "critic/rewards/mean": mean_or_nan(rewards),
         "critic/rewards/max": max(rewards, default=math.nan),
         "critic/rewards/min": min(rewards, default=math.nan),
     }
     for name in sorted({name for t in scored for name in t.reward_parts}):
         values = [t.reward_parts[name] for t in scored if name in t.reward_parts]
-        metrics[f"reward/{name}/mean"] = mean(values)
+        metrics[f"reward/{name}/mean"] = mean_or_nan(values)
     metrics |= {
-        "response_length/mean": mean(lengths),
+        "response_length/mean": mean_or_nan(lengths),
         "response_length/max": max(lengths, default=math.nan),
-        "response_length/clip_ratio": mean([n >= max_response_tokens for n in lengths]),
-        "num_turns/mean": mean([len(t.turns) for t in scored]),
-        "num_searches/mean": mean([len(t.searches) for t in scored]),
+        "response_length/clip_ratio": mean_or_nan([n >= max_response_tokens for n in lengths]),
+        "num_turns/mean": mean_or_nan([len(t.turns) for t in scored]),
+        "num_searches/mean": mean_or_nan([len(t.searches) for t in scored]),
     }
     if any(t.contexts for t in trajectories):
-        metrics["num_contexts/mean"] = mean([len(t.contexts) + 1 for t in scored])
+        metrics["num_contexts/mean"] = mean_or_nan([len(t.contexts) + 1 for t in scored])
     if has_python:
-        metrics["num_python_calls/mean"] = mean([len(t.python_calls) for t in scored])
+        metrics["num_python_calls/mean"] = mean_or_nan([len(t.python_calls) for t in scored])
     for name in ("answered", "abstained", "malformed", "out_of_budget", "environment_error"):
         metrics[f"outcome/{name}"] = outcomes.count(name) / max(len(outcomes), 1)
     return metrics
@@ -82,7 +82,7 @@ def compute_environment_metrics(
 
 
 def compute_group_metrics(sampled_stats: Sequence[GroupStats]) -> dict[str, float]:
-    """Return metrics over all groups that a step sampled; fractions are NaN if there are none."""
+    """Compute metrics of all groups that a step sampled; fractions are NaN without groups."""
     kinds = Counter(group.kind for group in sampled_stats)
     num_scored = sum(group.num_scored for group in sampled_stats)
     return {
@@ -116,7 +116,7 @@ def compute_search_metrics(records: Sequence[CallRecord]) -> dict[str, float]:
         "perf/search/attempts": sum(record.attempts for record in searches),
         "perf/search/retries": sum(max(record.attempts - 1, 0) for record in searches),
         "perf/search/failed": sum(record.error is not None for record in searches),
-        "timing_s/search/mean": mean(waited_s),
+        "timing_s/search/mean": mean_or_nan(waited_s),
         "timing_s/search/max": max(waited_s),
     }
 

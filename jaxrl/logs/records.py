@@ -68,7 +68,7 @@ def build_trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def build_sample_table(trajectories: Sequence[Trajectory]) -> list[dict[str, Any]]:
-    """Return a row of text and numbers per trajectory, for trackers.
+    """Build a table for trackers, with a row of text and numbers per trajectory.
 
     The reward is None for an environment error. A reward part is None where it was not computed.
     """
@@ -111,7 +111,7 @@ def round_token_arrays(fields: dict[str, np.ndarray]) -> dict[str, list[float]]:
 
 
 def _make_image_records(images: Iterable[Picture]) -> list[dict[str, Any]]:
-    """Return the digest and file of each image or video, or the records of a video's frames.
+    """Return the digest and file of each image and video; a video of frames has a list of these.
 
     Images without a file are in the workdir.
     """

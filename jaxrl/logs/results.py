@@ -41,12 +41,12 @@ def compute_weighted_reward(
 
 
 def is_exact_match_only(weights: Mapping[str, float]) -> bool:
-    """Return True if the reward equals exact match, so that the two are shown as one number."""
+    """Return True if the reward equals exact match, so that only one of them is shown."""
     return {part: weight for part, weight in weights.items() if weight} == {"exact_match": 1.0}
 
 
 def read_scores(workdir: Path, last_step: int) -> list[Scores]:
-    """Read the scores of the evaluations up to the global step `last_step`, oldest first.
+    """Read the scores of evaluations up to global step `last_step`, oldest first.
 
     A score's name is `<metric>/<suite>` for all questions and `<dataset>/<metric>/<suite>` for the
     questions of one dataset. A name without a suite refers to the first suite. `reward` is the

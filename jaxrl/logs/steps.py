@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl.objectives.metrics import REDUCTIONS, Metric, mean
+from jaxrl.objectives.metrics import REDUCTIONS, Metric, mean_or_nan
 from jaxrl.objectives.shaping import BUCKETS
 from jaxrl.runtime import distributed
 from jaxrl.sampling.interfaces import WAIT_REASONS, EngineCounts, Sampler
@@ -89,7 +89,7 @@ def compute_engine_metrics(engine: Sampler, before: EngineCounts) -> dict[str, f
 
 
 def compute_wait_metrics(engine: Sampler) -> dict[str, float]:
-    """Return seconds spent waiting for environments, by reason: the maximum over processes."""
+    """Return the seconds spent waiting for environments, by reason (maximum over processes)."""
     parts = distributed.gather({name: engine.wait_s[name] for name in WAIT_REASONS})
     return {f"timing_s/wait_{name}": max(part[name] for part in parts) for name in WAIT_REASONS}
 
@@ -99,11 +99,11 @@ def compute_lag_metrics(
 ) -> dict[str, float]:
     """Return the mean number of updates between the sampling policy and the updated policy."""
     versions = np.concatenate([t.policy_versions[t.loss_mask] for t in trajectories])
-    return {"rollout/lag": mean((policy_version - versions).tolist())}
+    return {"rollout/lag": mean_or_nan((policy_version - versions).tolist())}
 
 
 def compute_memory_metrics() -> dict[str, float]:
-    """Return the peak memory use so far of this process's fullest device, in GiB.
+    """Return this process's peak device memory use in GiB (maximum over devices).
 
     On CPUs it is the peak resident memory of the process, including programs and mapped files.
     """
@@ -142,7 +142,7 @@ def merge_update_metrics(update_metrics: Sequence[Mapping[str, Metric]]) -> dict
 
 
 def compute_packing_metrics(minibatches: Sequence[PackedBatch]) -> dict[str, float]:
-    """Return padding, imbalance, and the fraction of tokens saved by shared prompts."""
+    """Compute padding, load imbalance, and the fraction of tokens saved by shared prompts."""
     num_tokens = sum(packed.num_tokens for packed in minibatches)
     return {
         "rollout/shared_tokens": sum(packed.num_shared for packed in minibatches)
@@ -158,11 +158,13 @@ def compute_kl_metrics(
     """Return the KL coefficient and the measured KL divergence, in nats per token."""
     return {
         "actor/kl_coef": controllers.get_kl_coef(kl),
-        "actor/kl_measured": mean([value for _, value in compute_mean_divergences(groups)]),
+        "actor/kl_measured": mean_or_nan([value for _, value in compute_mean_divergences(groups)]),
     }
 
 
-def compute_window_metrics(groups: Sequence[Group], controllers: Controllers) -> dict[str, float]:
+def compute_entropy_window_metrics(
+    groups: Sequence[Group], controllers: Controllers
+) -> dict[str, float]:
     """Compute high-entropy token counts and response lengths, overall and by difficulty.
 
     Includes only the metrics of the controllers in use.
@@ -170,7 +172,7 @@ def compute_window_metrics(groups: Sequence[Group], controllers: Controllers) ->
     metrics: dict[str, float] = {}
     scored = [t for t in flatten_groups(groups) if t.is_scored]
     if controllers.threshold is not None:
-        metrics["entropy/high_window_tokens"] = mean(_count_window_tokens(scored))
+        metrics["entropy/high_window_tokens"] = mean_or_nan(_count_window_tokens(scored))
     if controllers.coefficients is not None:
         # Fraction of mixed groups in which a wrong answer has at least the reward of a correct one.
         inverted = []
@@ -179,15 +181,19 @@ def compute_window_metrics(groups: Sequence[Group], controllers: Controllers) ->
             wrong = [t.reward for t in group.scored_trajectories if not t.is_correct]
             if right and wrong:
                 inverted.append(max(wrong) >= min(right))
-        metrics["entropy/inversions"] = mean(inverted)
+        metrics["entropy/inversions"] = mean_or_nan(inverted)
     if controllers.buckets is None:
         return metrics
     for name in BUCKETS:
         in_bucket = [t for t in scored if controllers.get_bucket(t.task_id) == name]
         metrics[f"difficulty/{name}/share"] = len(in_bucket) / max(len(scored), 1)
-        metrics[f"difficulty/{name}/response_length"] = mean([t.num_sampled for t in in_bucket])
+        metrics[f"difficulty/{name}/response_length"] = mean_or_nan(
+            [t.num_sampled for t in in_bucket]
+        )
         if controllers.threshold is not None:
-            metrics[f"difficulty/{name}/high_window_tokens"] = mean(_count_window_tokens(in_bucket))
+            metrics[f"difficulty/{name}/high_window_tokens"] = mean_or_nan(
+                _count_window_tokens(in_bucket)
+            )
     return metrics
 
 

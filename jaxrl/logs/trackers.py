@@ -41,20 +41,20 @@ def open_metrics_log(
 
 
 class FailSafeTracker:
-    """Tracker that is disabled, with a warning, after its first failure, so that the run continues.
+    """Tracker that disables itself with a warning after a failure, so that the run continues.
 
     A tracker that fails to start, because a server does not respond, is disabled too.
     """
 
     def __init__(self, name: str, make: Callable[[], Tracker], log: Callable[[str], None]):
-        """Create the tracker with `make`; `name` appears in the warning."""
+        """Create the tracker with `make`; warnings contain `name`."""
         self._name, self._log = name, log
         self._tracker: Tracker | None = None
-        with self._leave_out_on_failure():
+        with self._disable_on_failure():
             self._tracker = make()
 
     @contextmanager
-    def _leave_out_on_failure(self) -> Iterator[None]:
+    def _disable_on_failure(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # no failure here may stop training
@@ -67,13 +67,13 @@ class FailSafeTracker:
     def write(self, index: int, record: Record, tables: Mapping[str, Table]) -> None:
         """Write a record, unless the tracker has failed."""
         if self._tracker is not None:
-            with self._leave_out_on_failure():
+            with self._disable_on_failure():
                 self._tracker.write(index, record, tables)
 
     def close(self) -> None:
         """Close the tracker, unless it has failed."""
         if self._tracker is not None:
-            with self._leave_out_on_failure():
+            with self._disable_on_failure():
                 self._tracker.close()
 
 

@@ -118,7 +118,7 @@ class MetricsLog:
             return []
         return [json.loads(line) for line in self._path.read_text(encoding="utf-8").splitlines()]
 
-    def add_to_next(self, name: str, value: float) -> None:
+    def add_to_next_record(self, name: str, value: float) -> None:
         """Add a value to a metric of the next record."""
         self._next_metrics[name] += value
 

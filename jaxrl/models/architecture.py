@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from jaxrl.models.attachments import Tower
 from jaxrl.models.aux_arrays import Statistics, TokenArraySpec
 from jaxrl.models.layers import Attend, LayerScan, SamplerLayerScan, Stacks
-from jaxrl.models.params import ParamSpec, split_params
+from jaxrl.models.params import ParamSpec, split_param_specs
 from jaxrl.models.recurrence import StateSpecs
 from jaxrl.types import Params
 from jaxrl.utils.callables import is_user_code
@@ -101,7 +101,7 @@ class Architecture(ABC):
 
     @property
     def unwrapped(self) -> Architecture:
-        """Return the wrapped model, or this model if it is not a wrapper."""
+        """Return the wrapped model, or this model if it wraps none."""
         return self
 
     @property
@@ -111,11 +111,11 @@ class Architecture(ABC):
 
     def param_specs(self, frozen: Sequence[str] = ()) -> tuple[ParamSpec, ParamSpec]:
         """Return specs of the trained and the frozen parameters; `frozen` lists frozen modules."""
-        return split_params(self, lambda path: path[0] not in frozen)
+        return split_param_specs(self, lambda path: path[0] not in frozen)
 
     @property
     def recorded_specs(self) -> Mapping[str, TokenArraySpec]:
-        """Return the per-token arrays that a forward pass records and a later pass can replay."""
+        """Return specs of per-token arrays that a forward pass records and another can replay."""
         return {}
 
     def with_kernels(
@@ -135,7 +135,7 @@ class Architecture(ABC):
         return self
 
     def check_kernels(self, platform: str, *, experts: str, dtype: DTypeLike) -> None:
-        """Check that the kernels support a platform and dtype, without using its devices.
+        """Check that the kernels support a platform and dtype, without using devices.
 
         Raises:
             ValueError: The kernels do not support them. The message names the config key.
@@ -221,8 +221,8 @@ class Architecture(ABC):
     def logical_axes(self) -> dict[str, Any]:
         """Return a tree with the axis names of each parameter; see `LOGICAL_AXIS_RULES`."""
 
-    def decode_axes(self) -> dict[str, Any]:
-        """Return the axis names of `weights_for_decoding`, which may depend on the platform."""
+    def logical_axes_for_decoding(self) -> dict[str, Any]:
+        """Return the axis names of `weights_for_decoding`; these may depend on the platform."""
         return self.logical_axes()
 
     @abstractmethod
@@ -234,7 +234,7 @@ class Architecture(ABC):
         """
 
     def hf_prefix_map(self) -> dict[str, str]:
-        """Return alternative prefixes of HF tensor names, mapped to the prefixes in `hf_names`."""
+        """Map alternative prefixes of HF tensor names to the prefixes in `hf_names`."""
         return {}
 
     def linear_layers(self) -> tuple[str, ...]:
@@ -245,11 +245,11 @@ class Architecture(ABC):
         return ()
 
     def hf_copied_prefixes(self) -> tuple[str, ...]:
-        """Return the prefixes of HF tensors outside the model that an export copies unchanged."""
+        """Return the prefixes of HF tensors that the model does not use but an export copies."""
         return ()
 
     def hf_module_prefixes(self) -> dict[str, str]:
-        """Return the prefixes of modules in transformers, by prefix in `hf_names`."""
+        """Map prefixes in `hf_names` to the prefixes of modules in transformers."""
         return {canonical: prefix for prefix, canonical in self.hf_prefix_map().items()}
 
     def hf_tied_names(self) -> dict[str, str]:
@@ -257,7 +257,7 @@ class Architecture(ABC):
         return {}
 
     def hf_fused_tensors(self) -> dict[str, FusedTensor]:
-        """Return the fused HF tensors that replace several of `hf_names` in some checkpoints."""
+        """Return the fused HF tensors that replace several of `hf_names` in some folders."""
         return {}
 
     @abstractmethod
@@ -301,7 +301,7 @@ class Architecture(ABC):
     def unembed(
         self, params: Params, hidden: Float[Array, "... D"], *, num_tokens: int
     ) -> Float[Array, "... V"]:
-        """Compute float32 logits; ids >= `num_tokens` are padding and are masked out."""
+        """Compute float32 logits; ids >= `num_tokens` are masked out as padding."""
 
     @abstractmethod
     def sampler_hidden_states(
@@ -328,10 +328,10 @@ class Architecture(ABC):
 
     @abstractmethod
     def memory_terms(self, tensor: int) -> MemoryTerms:
-        """Return the memory of one layer without experts, if `tensor` devices split the layer."""
+        """Return the memory of one layer without experts, split over `tensor` devices."""
 
     def expert_terms(self, tensor: int, expert: int) -> MemoryTerms:
-        """Return the memory of one layer's experts, if `expert` * `tensor` devices split them."""
+        """Return the memory of one layer's experts, split over `expert` * `tensor` devices."""
         raise NotImplementedError
 
     @property
@@ -340,6 +340,6 @@ class Architecture(ABC):
         return 0
 
 
-def is_axes(node: Any) -> bool:
+def is_axis_names(node: Any) -> bool:
     """Return True if `node` has the axis names of one array, False if it is a tuple of layers."""
     return isinstance(node, tuple) and not any(isinstance(part, dict) for part in node)

@@ -63,7 +63,7 @@ class Tower(ABC):
 
     @property
     def input_arrays(self) -> Mapping[str, TokenArraySpec]:
-        """Return the per-token arrays that a forward pass with attachments needs."""
+        """Return specs of the per-token inputs of a forward pass with attachments."""
         int32 = np.dtype(np.int32)
         return {
             POSITIONS: TokenArraySpec(shape=(self.num_axes,), dtype=int32, fill=0),
@@ -109,7 +109,7 @@ class Tower(ABC):
     def find_token_runs(
         self, token_ids: np.ndarray, attachments: Sequence[Any]
     ) -> list[np.ndarray]:
-        """Find the token indices of each attachment. Raises the errors of `compute_positions`."""
+        """Find the token indices of each attachment; see `compute_positions` for errors."""
 
     @abstractmethod
     def compute_positions(
@@ -129,7 +129,7 @@ class Tower(ABC):
     def compute_token_arrays(
         self, token_ids: np.ndarray, attachments: Sequence[Any], *, start: int = 0
     ) -> dict[str, np.ndarray]:
-        """Compute the arrays of `input_arrays` except the units, `[L, ...]` each."""
+        """Compute the arrays of `input_arrays`, `[L, ...]` each, except the units."""
         return {POSITIONS: self.compute_positions(token_ids, attachments, start=start)}
 
     @abstractmethod

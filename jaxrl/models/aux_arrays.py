@@ -43,7 +43,7 @@ class TokenArraySpec:
 
 @runtime_checkable
 class Statistics(Protocol):
-    """Metrics and load-balancing loss, computed from a pass's sums over tokens."""
+    """Metrics and load-balancing loss, computed from sums over the tokens of a forward pass."""
 
     def metrics(self, sums: Any) -> dict[str, jax.Array]:
         """Compute scalar metrics from the sums over a mini-batch."""

@@ -68,7 +68,7 @@ def _get_rope_fields(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_supported(fields: dict[str, Any], source: str) -> None:
-    """Raise a ValueError if a field requires a feature that no parity test covers."""
+    """Raise a ValueError if a field requires an unsupported feature."""
     rope = _get_rope_fields(fields)
     activation = canonicalize_activation(fields.get("hidden_act", "silu"))
     unsupported = {
@@ -93,7 +93,7 @@ def reject_unsupported_features(features: dict[str, bool], source: str) -> None:
 
 
 def parse_common_fields(fields: dict[str, Any], *, source: str = "config.json") -> dict[str, Any]:
-    """Parse the `Decoder` fields that have the same `config.json` names in all families.
+    """Parse the `Decoder` fields whose `config.json` names are the same in all families.
 
     Args:
         fields: Fields of the file after `fill_hf_defaults`, without nulls.
@@ -212,7 +212,7 @@ def _cached_abstract_params(config: Decoder) -> Params:
     return jax.eval_shape(lambda: _trim_stacks(config, DecoderModule(config, rngs=nnx.Rngs(0))))
 
 
-def cast(params: Params, dtype: DTypeLike) -> Params:
+def cast_params(params: Params, dtype: DTypeLike) -> Params:
     """Cast all parameters to `dtype`."""
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
@@ -258,7 +258,7 @@ def compute_rope_angles(positions: Int[Array, "*M"], config: Decoder) -> Angles:
 
 
 @jax.named_scope("rope")
-def rope(x: Float[Array, "M heads H"], angles: Angles) -> Float[Array, "M heads H"]:
+def apply_rope(x: Float[Array, "M heads H"], angles: Angles) -> Float[Array, "M heads H"]:
     """Apply rotary embeddings (https://arxiv.org/abs/2104.09864) to HF's pairs (i, i + H/2)."""
     cos, sin = angles
     halves = x.reshape(*x.shape[:-1], 2, -1).astype(jnp.float32)
@@ -287,7 +287,7 @@ def linear(layer: Params, x: Float[Array, "M I"]) -> Float[Array, "M O"]:
 
 @jax.custom_vjp
 def embedding_lookup(table: jax.Array, master: jax.Array, ids: jax.Array) -> jax.Array:
-    """Look up rows of a table. The gradient goes only to `master` and is summed in its dtype."""
+    """Look up rows of a table. The gradient goes to `master`, and is summed in its dtype."""
     return table[ids]
 
 
@@ -316,7 +316,7 @@ def project(
     master: jax.Array,
     precision: jax.lax.Precision | None = None,
 ) -> jax.Array:
-    """Multiply hidden states by a table, in float32. The gradient goes to `master`, not `table`.
+    """Multiply hidden states by a table in float32. The gradient goes to `master`, not `table`.
 
     Forward and backward matmuls take operands in the dtype of `hidden` and accumulate in float32,
     so gradients are summed over chunks of tokens in float32.
@@ -572,13 +572,13 @@ class Decoder(Architecture):
         if self.qk_norm:
             q = self.norm(q, weights["q_norm"]["scale"])
             k = self.norm(k, weights["k_norm"]["scale"])
-        q, k = rope(q, angles), rope(k, angles)
+        q, k = apply_rope(q, angles), apply_rope(k, angles)
         with jax.named_scope("attention"):
             attended = attend(q, k, v).reshape(x.shape[0], self.num_heads * self.head_dim)
         return linear(weights["o"], attended)
 
     def weights_for_training(self, params: Params, dtype: DTypeLike) -> Params:
-        """Cast the weights, except those whose gradients are summed over tokens in float32.
+        """Cast the weights, except for biases, whose gradients are summed over tokens in float32.
 
         Biases stay float32 and are cast where they are added. The embedding and the output layer
         also get `master`, a float32 table of the same shape that receives their gradient. Its
@@ -600,8 +600,8 @@ class Decoder(Architecture):
 
     def weights_for_decoding(self, params: Params, dtype: DTypeLike) -> Params:
         """Cast the weights; a tied model also gets an `lm_head` on a CPU or with `head_dtype`."""
-        weights = cast(params, dtype)
-        [table] = cast(params[self.output_module], self.head_dtype or dtype).values()
+        weights = cast_params(params, dtype)
+        [table] = cast_params(params[self.output_module], self.head_dtype or dtype).values()
         if not self.tie_embeddings:
             weights["lm_head"] = {"kernel": table}
         elif self.head_dtype or jax.default_backend() == "cpu":
@@ -710,9 +710,9 @@ class Decoder(Architecture):
         self.store_extra_state(aux, extra_state)
         return self.norm(x, weights["norm"]["scale"])
 
-    def decode_axes(self) -> dict[str, Any]:
+    def logical_axes_for_decoding(self) -> dict[str, Any]:
         """Return the axis names of `weights_for_decoding`, which may add an `lm_head`."""
-        return {**super().decode_axes(), **OUTPUT_AXES}
+        return {**super().logical_axes_for_decoding(), **OUTPUT_AXES}
 
     def hf_names(self) -> dict[str, str]:
         """Return the HF tensor names, in the order of computation."""
@@ -734,5 +734,5 @@ class Decoder(Architecture):
         return tuple(f"blocks/{name.removesuffix('/kernel')}" for name in kernels)
 
     def hf_tied_names(self) -> dict[str, str]:
-        """Map a tied model's output layer, which older exports contain, to the embedding."""
+        """Map the output layer of a tied model, which older exports contain, to the embedding."""
         return {"lm_head.weight": self.hf_names()["embed/embedding"]} if self.tie_embeddings else {}

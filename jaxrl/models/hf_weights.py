@@ -308,7 +308,7 @@ def _find_copied_tensors(config: Architecture, stored: Iterable[str]) -> set[str
 
 
 def _find_unused_tensors(config: Architecture, stored: Iterable[str]) -> set[str]:
-    """Return the names of tensors that do not change the model's output.
+    """Return the names of tensors that do not affect the model's output.
 
     Like transformers, this skips `BUFFERS` and modules outside the model, such as a value head.
     Unknown tensors within the model's modules are not skipped, since they might matter.
@@ -396,7 +396,7 @@ def open_safetensors(file: Path) -> list[StoredTensor]:
 
 
 def _check_tensors(stored: Mapping[str, StoredTensor], config: Architecture, folder: Path) -> None:
-    """Raise if a tensor is missing or unexpected, or has a wrong shape or unsupported dtype."""
+    """Raise an error if a tensor is missing or unexpected, or its shape or dtype is wrong."""
     locations, copies = locate_hf_tensors(config), config.hf_tied_names()
     for name, location in locations.items():
         if name not in stored:
@@ -436,7 +436,7 @@ def missing_tensor_error(
 
 
 def check_shape(tensor: StoredTensor, location: TensorLocation) -> None:
-    """Raise if a tensor does not have the shape that config.json requires."""
+    """Raise a ValueError if a tensor does not have the shape required by config.json."""
     if tensor.shape != location.shape:
         raise ValueError(
             f"{tensor.file}: tensor {tensor.name!r} has shape {list(tensor.shape)}; config.json "
@@ -533,7 +533,7 @@ def write_hf(
             if source is None:
                 write_json(folder / "config.json", config.hf_config())
             else:
-                copy_side_files(Path(source), folder)
+                copy_non_weight_files(Path(source), folder)
         write_tensors(
             folder,
             sizes,
@@ -579,7 +579,7 @@ def write_tensors(
 def _locate_exported_tensors(
     config: Architecture, names: Iterable[str]
 ) -> dict[str, TensorLocation]:
-    """Map the source's tensor names to locations: names in `hf_names` first, then tied copies."""
+    """Map the source's tensor names to locations; tied copies come after names in `hf_names`."""
     canonical, copies = locate_hf_tensors(config), config.hf_tied_names()
     source_names = {canonicalize_name(config, name): name for name in names}
     locations = {source_names[name]: location for name, location in canonical.items()}
@@ -640,7 +640,7 @@ def write_json(file: Path, content: dict[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def copy_side_files(source: Path, folder: Path) -> None:
+def copy_non_weight_files(source: Path, folder: Path) -> None:
     """Copy the files other than weights that match `SIDE_FILES`."""
     for pattern in SIDE_FILES:
         for file in sorted(source.glob(pattern)):

@@ -1,4 +1,4 @@
-"""Select kernels that pass a numerical self-test before a run uses them.
+"""Selection of kernels that pass a numerical self-test.
 
 A kernel may fail or return wrong results on a different chip or with a different compiler release.
 Each operation has a list of candidate kernels, with XLA last, and a trial: small random arrays with
@@ -59,7 +59,7 @@ def supports_dtype(kernel: str, dtype: DTypeLike | None) -> bool:
 
 
 def explain_excluded_kernels(kernels: Iterable[str], dtype: DTypeLike | None) -> str:
-    """Return a clause for the log that names the kernels skipped because of `dtype`, or ""."""
+    """Return a clause for the log with the kernels skipped because of `dtype`, or ""."""
     names = [name for name in kernels if not supports_dtype(name, dtype)]
     return f" and {' and '.join(names)} is for bfloat16" if names else ""
 

@@ -24,7 +24,7 @@ Cache = tuple[Pages, ...]
 """Pages of each attention layer (n = 1), or one `Pages` for all layers if a loop is compiled."""
 
 
-def allocate(
+def allocate_pages(
     config: Architecture,
     num_pages: int,
     page_tokens: int,

@@ -121,7 +121,7 @@ class LayerScan:
     def run_with_intermediates(
         self, layer: Layer, x: jax.Array, blocks: Params, layers: Sequence[int]
     ) -> tuple[jax.Array, jax.Array]:
-        """Return the final activations, and a stack of the activations after each of `layers`."""
+        """Compute the final activations, and stack the activations after each of `layers`."""
         layer = self._with_remat(layer)
         if not self.scan:
             outputs = []
@@ -176,7 +176,7 @@ class SamplerLayerScan:
     recurrent_module: str = ""
 
     def __call__(self, layer: Callable[[Any, Params, Mixer], Any], x: Any, blocks: Any) -> Any:
-        """Compute the activations after all layers, or a tree that contains them."""
+        """Compute the activations, or a tree that contains them, after all layers."""
 
         def block(x: Any, cache: Any, past: Any, weights: Params, index: Any) -> tuple[Any, Any]:
             def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Output layer: log-probabilities and entropies of selected tokens, without storing all logits.
+"""Output layer: log-probabilities and entropies of selected tokens, in chunks of logits.
 
 Pieces of rows are split over S shards. On each shard, the hidden states of the selected tokens are
 compacted to `[S, C, D]`; their logits are computed one chunk at a time, and each block of a chunk

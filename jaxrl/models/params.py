@@ -48,7 +48,7 @@ class ParamSubset:
         return select_params(self.model.logical_axes(), self.paths.__contains__)
 
 
-def split_params(
+def split_param_specs(
     model: Architecture, is_trained: Callable[[tuple[str, ...]], bool]
 ) -> tuple[ParamSubset, ParamSubset]:
     """Split an architecture's parameters by path into trained and frozen subsets."""
@@ -64,7 +64,7 @@ def select_params(tree: Params, predicate: Callable[[tuple[str, ...]], bool]) ->
     )
 
 
-def split(policy: Params, trained: ParamSpec) -> tuple[Params, Params]:
+def split_params(policy: Params, trained: ParamSpec) -> tuple[Params, Params]:
     """Split a policy's parameters into those in `trained` and the rest."""
     paths = flatten_dict(trained.abstract_params()).keys()
     return select_params(policy, paths.__contains__), select_params(
@@ -73,7 +73,7 @@ def split(policy: Params, trained: ParamSpec) -> tuple[Params, Params]:
 
 
 def merge_params(first: Params, second: Params) -> Params:
-    """Merge two parameter trees without common leaves; the inverse of `split`."""
+    """Merge two parameter trees without common leaves; the inverse of `split_params`."""
     merged = dict(first)
     for name, node in second.items():
         merged[name] = merge_params(merged[name], node) if name in merged else node

@@ -23,7 +23,7 @@ from jaxrl.models.output import (
     gather_tokens,
     scatter_tokens,
 )
-from jaxrl.models.params import merge_params, split
+from jaxrl.models.params import merge_params, split_params
 from jaxrl.models.recurrence import make_recurrence
 from jaxrl.runtime.compilation import join_keys
 from jaxrl.runtime.sharding import (
@@ -111,7 +111,7 @@ class Model:
 
     def split(self, policy: Params) -> tuple[Params, Params]:
         """Return the trained and the frozen parameters; the inverse of `merge`."""
-        return split(policy, self.trained)
+        return split_params(policy, self.trained)
 
     @property
     def shards_with_prompts(self) -> int:
@@ -129,7 +129,7 @@ class Model:
         return self.mesh.shape[CONTEXT_AXIS]
 
     def without_attachments(self, batch: Batch) -> Batch:
-        """Return the batch without attachments and their arrays, so that every token is text."""
+        """Return the batch without attachments and their arrays, so that all tokens are text."""
         tower = self.architecture.tower
         remaining = {
             n: x for n, x in batch.token_arrays.items() if not tower or n not in tower.input_arrays

@@ -75,7 +75,7 @@ class RopeScaling(ABC):
 
     @abstractmethod
     def compute_frequencies(self, head_dim: int, theta: float) -> np.ndarray:
-        """Return the scaled frequencies, in the format of `compute_default_frequencies`."""
+        """Return the scaled frequencies; see `compute_default_frequencies`."""
 
     def hf_fields(self) -> dict[str, Any]:
         """Return the settings, keyed by their names in `config.json`."""
@@ -179,7 +179,7 @@ class YarnScaling(RopeScaling):
         return scaled * (1 - unscaled_weight) + unscaled * unscaled_weight
 
     def max_positions(self, max_position_embeddings: int) -> int:
-        """Return the extended length, since published configs contain the pretraining length."""
+        """Return the extended length; published configs contain the length of pretraining."""
         return max(
             max_position_embeddings, int(self.original_max_position_embeddings * self.factor)
         )

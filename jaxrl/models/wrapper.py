@@ -123,7 +123,7 @@ class WrappedArchitecture(Architecture):
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
-        """Return the model's attribute, for names that `Architecture` does not declare."""
+        """Return an attribute of the wrapped model that `Architecture` does not declare."""
         if name.startswith("__") or name == "model":
             raise AttributeError(name)
         return getattr(self.model, name)

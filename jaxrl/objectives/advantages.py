@@ -109,7 +109,7 @@ def reinforce_plus_plus(
 def pass_at_k(
     is_correct: Bool[Array, " N"], group_ids: Int[Array, " N"], *, k: int
 ) -> Float[jax.Array, " N"]:
-    """Compute advantages for the probability that at least one of k trajectories is correct.
+    """Compute advantages that maximize the probability that any of k trajectories is correct.
 
     Pass@k training, analytical form (https://arxiv.org/abs/2508.10751). In a group of n
     trajectories, c of them correct, every k-subset gets reward 1 if any member is correct. The
@@ -242,7 +242,7 @@ def pass_at_k_entropy_guided(
     *,
     k: int,
 ) -> Float[jax.Array, " N"]:
-    """Compute pass@1 advantages for groups with high entropy and pass@k advantages for the others.
+    """Compute pass@1 advantages for high-entropy groups, and pass@k advantages for all others.
 
     From https://arxiv.org/abs/2508.10751: the half of the groups with the highest entropy exploits
     (pass@1), and the other half explores (pass@k). With an odd number of groups, the middle group
@@ -278,7 +278,7 @@ def _make_group_mask(group_ids: Int[Array, " N"]) -> Bool[jax.Array, "N N"]:
 def _count_members(
     is_correct: Bool[Array, " N"], group_ids: Int[Array, " N"]
 ) -> tuple[Int[jax.Array, " N"], Int[jax.Array, " N"]]:
-    """Return the size and correct count of each trajectory's group; 0 for negative ids."""
+    """Return the size of each trajectory's group and its correct count; 0 for negative ids."""
     same = _make_group_mask(group_ids)
     return same.sum(axis=1), (same & is_correct).sum(axis=1)
 

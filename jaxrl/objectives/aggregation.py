@@ -55,22 +55,22 @@ def token_mean(token_counts: Int[Array, " N"]) -> ScalarLike:
 
 def seq_mean_token_mean(token_counts: Int[Array, " N"]) -> Float[Array, " N"]:
     """Return weights that average over tokens, then over trajectories that have tokens."""
-    return 1.0 / (token_counts.clip(1) * _num_trajectories(token_counts))
+    return 1.0 / (token_counts.clip(1) * _count_trajectories(token_counts))
 
 
 def seq_mean_token_sum(token_counts: Int[Array, " N"]) -> ScalarLike:
     """Return weights that sum over tokens, then average over trajectories that have tokens."""
-    return 1.0 / _num_trajectories(token_counts)
+    return 1.0 / _count_trajectories(token_counts)
 
 
 def seq_mean_token_sum_norm(
     token_counts: Int[Array, " N"], *, max_response_tokens: int
 ) -> ScalarLike:
     """Return `seq_mean_token_sum` divided by `max_response_tokens`, a constant length."""
-    return 1.0 / (_num_trajectories(token_counts) * max_response_tokens)
+    return 1.0 / (_count_trajectories(token_counts) * max_response_tokens)
 
 
-def _num_trajectories(token_counts: Int[Array, " N"]) -> Any:
+def _count_trajectories(token_counts: Int[Array, " N"]) -> Any:
     return (token_counts > 0).sum().clip(1)
 
 

@@ -23,7 +23,7 @@ def window_entropy(
     *,
     window: int,
 ) -> tuple[Float[Array, "R T"], Bool[Array, "R T"]]:
-    """Compute the mean entropy of the `window` tokens that the policy samples after each token.
+    """Compute the mean entropy of the next `window` sampled tokens after each token.
 
     `W[t] = mean(H[t + 1], ..., H[t + window])`, skipping prompts and observations. The token itself
     is excluded: the paper's text includes it, but the paper's code does not.
@@ -61,7 +61,7 @@ def high_window_entropy_mask(
     *,
     threshold: ScalarLike | None,
 ) -> Bool[Array, "R T"]:
-    """Return True where the window entropy is defined and >= `threshold`.
+    """Return a mask of the tokens whose window entropy is defined and >= `threshold`.
 
     Computes in numpy if all arguments are numpy arrays, else in JAX.
 

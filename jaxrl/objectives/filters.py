@@ -1,4 +1,4 @@
-"""Filters that choose groups to train on and groups to resample. They run on the host, in numpy."""
+"""Filters that select groups to train on and groups to resample, in numpy on the host."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int, Real
 Array = jax.Array | np.ndarray
 
 
-def group_members(group_ids: Int[Array, " N"]) -> list[np.ndarray]:
+def list_group_members(group_ids: Int[Array, " N"]) -> list[np.ndarray]:
     """Return the trajectory indices of each group, in ascending order of group id.
 
     Args:
@@ -41,7 +41,7 @@ def keep_informative(
     """
     metric = np.asarray(metric)
     mask = np.zeros(len(metric), bool)
-    for members in group_members(group_ids):
+    for members in list_group_members(group_ids):
         values = metric[members]
         mask[members] = len(members) == 1 or values.max() > values.min()
     return mask
@@ -67,7 +67,7 @@ def keep_in_range(
     """
     metric = np.asarray(metric)
     mask = np.zeros(len(metric), bool)
-    for members in group_members(group_ids):
+    for members in list_group_members(group_ids):
         mask[members] = low < metric[members].mean(dtype=np.float64) < high
     return mask
 
@@ -75,7 +75,7 @@ def keep_in_range(
 def needs_resampling(
     scores: Float[Array, " N"], is_abstention: Bool[Array, " N"], group_ids: Int[Array, " N"]
 ) -> Bool[np.ndarray, " N"]:
-    """Return a mask of the trajectories whose group has neither a correct answer nor an abstention.
+    """Return a mask of trajectories in groups without a correct answer or an abstention.
 
     BAPO (https://arxiv.org/abs/2601.11037): if the complete group is sampled again, it may contain
     a correct answer or an abstention.
@@ -88,7 +88,7 @@ def needs_resampling(
     """
     scores, is_abstention = np.asarray(scores), np.asarray(is_abstention)
     mask = np.zeros(len(scores), bool)
-    for members in group_members(group_ids):
+    for members in list_group_members(group_ids):
         mask[members] = (scores[members] <= 0).all() and not is_abstention[members].any()
     return mask
 

@@ -21,7 +21,7 @@ def k1(log_ratios: Float[Array, "R T"]) -> Float[Array, "R T"]:
 
 
 def k2(log_ratios: Float[Array, "R T"]) -> Float[Array, "R T"]:
-    """Compute `d^2 / 2`, a biased estimate whose expected gradient is the KL divergence's."""
+    """Compute `d^2 / 2`, a biased estimate with an unbiased gradient of the KL divergence."""
     return log_ratios**2 / 2
 
 

@@ -79,9 +79,9 @@ REDUCTIONS = {
         merge=np.mean,
     ),
 }
-"""`mean` and `maximum` (at least 0) over sampled tokens; `loss` is summed like the loss."""
+"""`mean_or_nan` and `maximum` (at least 0) over sampled tokens; `loss` is summed like the loss."""
 
 
-def mean(values: Sequence[float]) -> float:
-    """Return the mean; NaN, without a warning, if there are no values."""
+def mean_or_nan(values: Sequence[float]) -> float:
+    """Return the mean, or NaN without a warning if there are no values."""
     return float(np.mean(values)) if values else math.nan

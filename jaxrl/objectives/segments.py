@@ -11,7 +11,7 @@ Array = jax.Array | np.ndarray
 def segment_sums(
     values: Float[Array, "R T"], segment_ids: Int[Array, "R T"]
 ) -> Float[jax.Array, "R T"]:
-    """Sum `values` over each token's segment; all tokens of a segment get bit-identical sums.
+    """Sum `values` over each token's segment, bit-identically for all tokens of a segment.
 
     Uses two associative scans of logarithmic depth: running sums that restart at each segment, then
     a reverse scan that copies each segment's total to its tokens. A scatter on a GPU adds in
@@ -27,7 +27,9 @@ def segment_sums(
     is_end = jnp.pad(changes, ((0, 0), (0, 1)), constant_values=True)
     pair = (jnp.asarray(values), is_start)
     running, _ = jax.lax.associative_scan(_combine_segmented_sums, pair, axis=1)
-    totals, _ = jax.lax.associative_scan(_propagate, (running, is_end), axis=1, reverse=True)
+    totals, _ = jax.lax.associative_scan(
+        _propagate_segment_totals, (running, is_end), axis=1, reverse=True
+    )
     return jnp.where(segment_ids != 0, totals, 0.0)
 
 
@@ -35,17 +37,11 @@ Pair = tuple[Float[Array, "..."], Bool[Array, "..."]]
 
 
 def _combine_segmented_sums(left: Pair, right: Pair) -> Pair:
-    """Combine two adjacent spans.
-
-    A span is its sum since its last segment start, and True if it has a start.
-    """
+    """Combine two adjacent spans, as (sum since the last segment start, has a start)."""
     value = jnp.where(right[1], right[0], left[0] + right[0])
     return value, left[1] | right[1]
 
 
-def _propagate(right: Pair, left: Pair) -> Pair:
-    """Combine two adjacent spans.
-
-    A span is the value at its first segment end, and True if it has an end.
-    """
+def _propagate_segment_totals(right: Pair, left: Pair) -> Pair:
+    """Combine two adjacent spans, as (value at the first segment end, has an end)."""
     return jnp.where(left[1], left[0], right[0]), left[1] | right[1]

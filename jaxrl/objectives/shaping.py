@@ -1,4 +1,4 @@
-"""Reward shaping by length, abstention and entropy. It runs on the host, in numpy."""
+"""Reward shaping by length, abstention and entropy, in numpy on the host."""
 
 import itertools
 import math
@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from jaxrl.objectives.filters import group_members
+from jaxrl.objectives.filters import list_group_members
 
 Array = jax.Array | np.ndarray
 
@@ -88,7 +88,7 @@ def boundary_aware_rewards(
     if not is_late and rate >= max_rate:
         return rewards, reasons.tolist()
     is_eligible = is_abstention & np.asarray(is_well_formed)
-    for members in group_members(group_ids):
+    for members in list_group_members(group_ids):
         eligible = members[is_eligible[members]]
         distinct = {answers[i] for i in members if not is_abstention[i]}
         explores = 2 * len(distinct) >= len(members)
@@ -213,7 +213,7 @@ def relaxed_kl_factors(
     minimum: float = 0.5,
     factor: float = 0.67,
 ) -> Float[np.ndarray, " N"]:
-    """Compute KL factors, which are lower for wrong, exploratory answers to easy tasks.
+    """Compute KL factors that are lower for wrong, exploratory answers to easy tasks.
 
     ARES (https://arxiv.org/abs/2510.08457), whose released code never uses it.
 

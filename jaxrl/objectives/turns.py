@@ -1,4 +1,4 @@
-"""Per-turn advantages: the reward-to-go of each turn, and estimators applied turn by turn."""
+"""Turn-level advantages: returns from each turn onward, and estimators applied turn by turn."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -41,7 +41,7 @@ class CheckpointError(ValueError):
 
 @contextlib.contextmanager
 def filter_orbax_logs() -> Iterator[None]:
-    """Hide log lines in which Orbax and its threads repeat errors that they also raise.
+    """Hide Orbax's log lines that repeat raised errors.
 
     If the body raises, the filters stay active, because some of these lines appear when Python
     exits.
@@ -195,7 +195,7 @@ class Checkpointer:
         steps = sorted(self.scores(), reverse=True)
         earlier = [number for number in steps if number <= step]
         is_main = distributed.is_main()
-        target = choose_step(self._folder, earlier)[0] if is_main else None
+        target = find_undamaged_step(self._folder, earlier)[0] if is_main else None
         if distributed.broadcast(target) is None:
             raise CheckpointError(
                 f"the run must go back to step {step}, but {self._folder} has no complete "
@@ -253,10 +253,10 @@ class Checkpointer:
         return step, TrainState(params=items["params"], **items["optimizer"])
 
     def _choose_undamaged_step(self, steps: Sequence[int]) -> int | None:
-        """Return the first undamaged step in `steps`; move those before it to `damaged/`."""
+        """Return the first undamaged step in `steps`; move damaged ones before it to `damaged/`."""
         self.wait()
         is_main = distributed.is_main()
-        step, damaged = choose_step(self._folder, steps) if is_main else (None, [])
+        step, damaged = find_undamaged_step(self._folder, steps) if is_main else (None, [])
         step, damaged = distributed.broadcast((step, damaged))
         if damaged and step is None:
             raise CheckpointError(
@@ -299,8 +299,10 @@ class Checkpointer:
         return {name: restored[name] for name in items}
 
 
-def choose_step(folder: Path, steps: Iterable[int]) -> tuple[int | None, list[tuple[int, str]]]:
-    """Return the first undamaged step in `steps`, and (step, damage) for each step before it."""
+def find_undamaged_step(
+    folder: Path, steps: Iterable[int]
+) -> tuple[int | None, list[tuple[int, str]]]:
+    """Find the first undamaged step in `steps`; also return (step, damage) for earlier entries."""
     damaged: list[tuple[int, str]] = []
     for step in steps:
         damage = find_damage(folder / str(step), step)
@@ -334,7 +336,7 @@ def latest_complete_step(folder: Path) -> int | None:
 
 
 def read_latest_position(folder: Path) -> tuple[int, dict[str, Any]]:
-    """Return the newest step with a readable position, and the position, without verification.
+    """Return the newest step with a readable position, and the position, without verifying files.
 
     If no position is readable, return the newest step (0 if there is none) and {}.
     """
@@ -359,7 +361,7 @@ def restore_params(folder: Path, target: Params, step: int | None = None) -> tup
         CheckpointError: There is no undamaged checkpoint.
     """
     steps = sorted(list_steps(folder), reverse=True) if step is None else [step]
-    step, damaged = choose_step(folder, steps)
+    step, damaged = find_undamaged_step(folder, steps)
     if step is None:
         raise CheckpointError(_describe_unreadable(folder, damaged))
     with ocp.StandardCheckpointer() as checkpointer:
@@ -373,7 +375,7 @@ def rank_steps(values: Mapping[int, float | None]) -> list[int]:
 
 
 def select_steps_to_keep(values: Mapping[int, float | None], keep: int, keep_best: int) -> set[int]:
-    """Return the newest `keep` steps (`keep` >= 1) and the `keep_best` with the highest scores."""
+    """Return the newest `keep` >= 1 steps, and the `keep_best` steps with the highest scores."""
     return {*sorted(values)[-keep:], *rank_steps(values)[:keep_best]}
 
 
@@ -394,7 +396,7 @@ def read_score(folder: Path) -> float | None:
 
 
 def find_damage(folder: Path, step: int) -> str | None:
-    """Describe the first file that differs from a checkpoint's manifest; None if all match."""
+    """Describe the first file that does not match a checkpoint's manifest; None if all match."""
     try:
         content = read_object(folder / MANIFEST)
     except (OSError, ValueError):
@@ -426,7 +428,7 @@ def _hash_json(content: dict[str, Any]) -> str:
 
 
 def _finish_interrupted_changes(folder: Path) -> None:
-    """Finish or undo the saves, replacements and removals that a killed process began."""
+    """Finish or undo saves, replacements and removals that a killed process interrupted."""
     marker = folder / "saving"
     if marker.is_file():
         step = marker.read_text(encoding="utf-8", errors="replace")

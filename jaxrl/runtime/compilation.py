@@ -1,4 +1,4 @@
-"""Compiled functions with fixed sets of shapes, a program cache and interruptible compilation."""
+"""Functions compiled for fixed sets of shapes, a program cache and interruptible compilation."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ _cache: LRUCache[Hashable, Any] = LRUCache(maxsize=128)  # a run has about twent
 _module_code: dict[tuple[str, str], Any] = {}  # contents of jaxrl's modules at the last check
 _lock = (
     threading.RLock()
-)  # guards both; reentrant because `make` in `get_or_make` may call `get_or_make`
+)  # guards both; reentrant because `make` in `get_or_create` may call `get_or_create`
 
 Result = TypeVar("Result")
 
@@ -118,7 +118,7 @@ def cached_jit(
     """Return `jax.jit` of a function, or the result of an earlier call with an equal key.
 
     A notebook that trains twice therefore traces and compiles its programs only once. Each run
-    calls `clear_cache_if_edited` first.
+    calls `clear_cache_on_code_change` first.
 
     Args:
         function: Function without arrays in its closure, because it stays in memory.
@@ -132,11 +132,11 @@ def cached_jit(
         return function(*args, **options)
 
     wrapper.__name__ = name
-    return get_or_make(partial(jax.jit, wrapper, **settings), name=name, key=key)
+    return get_or_create(partial(jax.jit, wrapper, **settings), name=name, key=key)
 
 
-def get_or_make(make: Callable[[], Result], *, name: str, key: Hashable) -> Result:
-    """Return the cached result for `name` and `key`, or call `make` and cache its result."""
+def get_or_create(make: Callable[[], Result], *, name: str, key: Hashable) -> Result:
+    """Return the cached result for `name` and `key`, or cache the result of `make`."""
     try:
         hash(key)
     except TypeError:
@@ -151,12 +151,12 @@ def get_or_make(make: Callable[[], Result], *, name: str, key: Hashable) -> Resu
 
 
 def join_keys(*parts: Hashable) -> Hashable:
-    """Combine several parts into one key for `cached_jit`; return None if any part is None."""
+    """Combine parts into a key for `cached_jit`; return None if any part is None."""
     return None if any(part is None for part in parts) else parts
 
 
-def clear_cache_if_edited() -> None:
-    """Clear the program cache if code in jaxrl was reloaded or replaced since the last call."""
+def clear_cache_on_code_change() -> None:
+    """Clear the program cache if jaxrl's code was reloaded or replaced since the last call."""
     modules = [(name, vars(m)) for name, m in [*sys.modules.items()] if name.startswith("jaxrl.")]
     code = {(name, key): v for name, space in modules for key, v in [*space.items()]}
     with _lock:

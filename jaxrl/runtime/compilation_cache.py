@@ -57,7 +57,7 @@ def use_compilation_cache(setting: str, log: Callable[[str], None]) -> None:
 
 
 def _prepare_folder(setting: str) -> tuple[Path | None, str]:
-    """Create the cache folder; return it, or None and the reason the job cannot use it."""
+    """Create the cache folder and return it, or None and the reason it is unusable."""
     folder, reason = None, ""
     marker_name = f".job-{broadcast(secrets.token_hex(8))}"
     try:

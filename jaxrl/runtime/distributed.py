@@ -1,8 +1,9 @@
 """Exchange host-side values between the processes of a job.
 
-Each host runs one process. Processes sample on their local devices (`sharding.local_mesh`) without
-waiting for each other. Updates run on the mesh of all devices. In between, `gather` collects the
-samples in process order, so that all processes base decisions about the batch on the same values.
+Each host runs one process. Processes sample on their local devices (`sharding.make_local_mesh`)
+without waiting for each other. Updates run on the mesh of all devices. In between, `gather`
+collects the samples in process order, so that all processes base decisions about the batch on the
+same values.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def is_main() -> bool:
 
 
 def local_slice(count: int) -> slice:
-    """Return this process's slice of `count` items, which are split evenly in process order."""
+    """Return this process's slice of `count` items, split evenly in process order."""
     index, size = jax.process_index(), jax.process_count()
     return slice(count * index // size, count * (index + 1) // size)
 
@@ -54,7 +55,7 @@ def gather(value: Value) -> list[Value]:
 
 
 def _gather_lengths(length: int) -> list[int]:
-    """Gather `length` from every process, as bytes because JAX truncates int64 to 32 bits."""
+    """Gather a length from every process, as bytes because JAX truncates int64 to 32 bits."""
     encoded = np.frombuffer(length.to_bytes(8, "little"), np.uint8)
     gathered = multihost_utils.process_allgather(encoded)
     return [int.from_bytes(row.tobytes(), "little") for row in gathered]

@@ -1,4 +1,4 @@
-"""Monitor for one process of a job, run separately because a stopped process cannot report.
+"""Monitor process, separate from the process it monitors because that one may hang.
 
 Each process of a job starts a monitor in a new session and sends it one line per second. The
 monitor of process 0 is the hub, to which all others connect. A process is lost if it failed, or was
@@ -228,7 +228,7 @@ class Monitor:
             self._listener.close()
 
     def _check_timeouts(self) -> ProcessLoss | None:
-        """Return a process that counts as lost because it has been silent for too long, if any."""
+        """Return a process that was silent for too long and therefore counts as lost, if any."""
         deadline_s = self._settings.deadline_s
         now = time.monotonic()
         for index, received_at in self._last_received_at.items():

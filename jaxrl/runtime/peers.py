@@ -102,7 +102,7 @@ class MonitorClient:
             os._exit(EXIT_LOST)
 
     def extend_to_job(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
-        """Return a function that returns True once `should_stop` does in any process of the job."""
+        """Return a function that returns True once `should_stop` returns True in any process."""
         self._should_stop = should_stop
         return lambda: should_stop() or self._is_stopping.is_set()
 

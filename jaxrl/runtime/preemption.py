@@ -1,4 +1,4 @@
-"""Stop a run early: on a signal, or when evaluations no longer improve."""
+"""Early stopping of a run, on a signal or when evaluations no longer improve."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def stop_on_signals(
 
 
 @dataclasses.dataclass(frozen=True)
-class Best:
+class BestEvaluation:
     """Best evaluation of a stage so far; higher values are better."""
 
     value: float | None = None  # None before the first evaluation
@@ -116,7 +116,9 @@ class Best:
     num_stale: int = 0  # evaluations since then
 
 
-def update_best(best: Best, step: int, value: float, *, min_delta: float) -> Best:
+def update_best(
+    best: BestEvaluation, step: int, value: float, *, min_delta: float
+) -> BestEvaluation:
     """Return `best` updated with an evaluation; NaN (no score) changes nothing.
 
     Any higher value is the new best. Patience restarts when the value exceeds the value at the last

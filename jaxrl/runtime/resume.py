@@ -1,4 +1,4 @@
-"""Record of a run in its workdir, and the configuration changes that a resume allows.
+"""Record of a run in its workdir, and changes of the configuration when a run resumes.
 
 The configuration is stored in three places, so that losing one file hides no change: in
 `config.json`, in the position in every checkpoint, and in `config_history.jsonl`. Each launch with
@@ -50,7 +50,7 @@ class RunRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class ConfigChange:
     """Key or file that differs between a run and the launch that resumes it."""
 
     key: str  # config key, or fingerprint name followed by ` (content)`
@@ -178,7 +178,7 @@ def check_fixed_keys(
 
 def find_changes(
     record: RunRecord, config: Mapping[str, Any], contents: Mapping[str, str]
-) -> list[Change]:
+) -> list[ConfigChange]:
     """Return the differences between a run and this launch.
 
     `contents` holds the fingerprints of this launch's files.
@@ -202,9 +202,9 @@ def find_changes(
         files = _select_fingerprints(key, contents)
         is_moved = bool(files) and files == _select_fingerprints(key, record.contents)
         is_known = key not in removed_keys
-        is_allowed = is_known and (is_free(key, record.config, config) or is_moved)
+        is_allowed = is_known and (may_change_freely(key, record.config, config) or is_moved)
         before, after = {**record.config, **begun}.get(key), now.get(key)
-        change = Change(key=key, before=before, now=after, is_free=is_allowed)
+        change = ConfigChange(key=key, before=before, now=after, is_free=is_allowed)
         changes.append(change)
     # Files with new contents under an unchanged key. A new or missing file counts as a change only
     # for the model.
@@ -216,15 +216,15 @@ def find_changes(
             continue
         before, after = record.contents.get(name), contents.get(name)
         if before != after:
-            is_allowed = is_free(key, record.config, config)
+            is_allowed = may_change_freely(key, record.config, config)
             changes.append(
-                Change(key=f"{name} (content)", before=before, now=after, is_free=is_allowed)
+                ConfigChange(key=f"{name} (content)", before=before, now=after, is_free=is_allowed)
             )
     return changes
 
 
-def is_free(key: str, before: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
-    """Return True if a key, or the file that it refers to, may change without --accept_changes."""
+def may_change_freely(key: str, before: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+    """Return True if a key, or a file that it refers to, may change without --accept_changes."""
     # A key of one of several environments follows the rule of the key that it overrides.
     environment, key = split_environment_key(key)
     if environment and key == "weight":
@@ -258,8 +258,8 @@ def _select_fingerprints(key: str, contents: Mapping[str, str]) -> dict[str, str
     return {name: value for name, value in contents.items() if name.partition("/")[0] == key}
 
 
-def check_changes(workdir: Path, record: RunRecord, changes: Sequence[Change]) -> None:
-    """Check that no change turns this into a different experiment.
+def check_changes(workdir: Path, record: RunRecord, changes: Sequence[ConfigChange]) -> None:
+    """Reject changes that would make this a different experiment.
 
     Raises:
         ValueError: Some changes turn it into a different experiment. The message lists them.
@@ -277,7 +277,7 @@ def check_changes(workdir: Path, record: RunRecord, changes: Sequence[Change]) -
 def record_start(
     workdir: Path,
     record: RunRecord | None,
-    changes: Sequence[Change],
+    changes: Sequence[ConfigChange],
     config: ConfigDict,
     contents: Mapping[str, str],
 ) -> None:
@@ -290,7 +290,7 @@ def record_start(
 def write_history(
     workdir: Path,
     record: RunRecord | None,
-    changes: Sequence[Change],
+    changes: Sequence[ConfigChange],
     contents: Mapping[str, str],
     stages: Sequence[str],
 ) -> None:

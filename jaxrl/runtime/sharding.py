@@ -20,7 +20,7 @@ from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.models.architecture import Architecture, is_axes
+from jaxrl.models.architecture import Architecture, is_axis_names
 from jaxrl.models.layers import prepare_sampler_weights
 from jaxrl.models.params import ParamSpec
 from jaxrl.types import Params
@@ -150,7 +150,7 @@ def arrange_devices(
 
 
 def devices_per_replica(sizes: Mapping[str, int]) -> int:
-    """Return the number of devices that sample the same rows: `expert` times `tensor`."""
+    """Return the number of devices that sample the same rows, `expert * tensor`."""
     return sizes["expert"] * sizes["tensor"]
 
 
@@ -164,7 +164,7 @@ def make_process_span_error(sizes: Mapping[str, int], num_local: int) -> ValueEr
     )
 
 
-def local_mesh(mesh: Mesh, rollout_devices: int = 0) -> Mesh:
+def make_local_mesh(mesh: Mesh, rollout_devices: int = 0) -> Mesh:
     """Return the sampler's mesh over this process's devices, with rows split along `data`.
 
     Local meshes let processes sample without waiting for each other. If `rollout_devices` is set,
@@ -190,7 +190,7 @@ def move_to_local_mesh(array: jax.Array, sharding: NamedSharding, mesh: Mesh) ->
     The array must be split only along `expert` and `tensor`, so that each process has all of it.
     """
     parts = [shard.data for shard in array.addressable_shards]
-    local_sharding = NamedSharding(local_mesh(mesh), sharding.spec)
+    local_sharding = NamedSharding(make_local_mesh(mesh), sharding.spec)
     local = jax.make_array_from_single_device_arrays(array.shape, local_sharding, parts)
     return jax.device_put(local, sharding)
 
@@ -303,9 +303,9 @@ def decode_shardings(mesh: Mesh, config: Architecture, *, scan_layers: bool) -> 
     weights = jax.eval_shape(
         partial(prepare_sampler_weights, scan=scan_layers, stacks=stacks), stacked
     )
-    axes = config.decode_axes()
+    axes = config.logical_axes_for_decoding()
     if isinstance(weights["blocks"], tuple):
-        layer = jax.tree.map(lambda names: names[1:], axes["blocks"], is_leaf=is_axes)
+        layer = jax.tree.map(lambda names: names[1:], axes["blocks"], is_leaf=is_axis_names)
         layers = tuple({name: layer[name] for name in block} for block in weights["blocks"])
         axes = {**axes, "blocks": layers}
     return _make_shardings(mesh, {name: axes[name] for name in weights}, weights, for_decode=True)
@@ -321,7 +321,7 @@ def _make_shardings(mesh: Mesh, axes: dict[str, Any], shapes: Params, for_decode
         ]
         return NamedSharding(mesh, P(*spec))
 
-    return jax.tree.map(leaf, axes, shapes, is_leaf=is_axes)
+    return jax.tree.map(leaf, axes, shapes, is_leaf=is_axis_names)
 
 
 def _find_dividing_axes(mesh: Mesh, names: str | tuple[str, ...] | None, size: int) -> Any:

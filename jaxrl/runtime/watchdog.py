@@ -102,7 +102,7 @@ def dump_stacks_on_signal() -> None:
 
 
 def _format_stacks() -> str:
-    """Return the stack of every Python thread, under the thread's name."""
+    """Return the stack of every Python thread, headed by the thread's name."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
         f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"

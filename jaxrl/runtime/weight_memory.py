@@ -1,4 +1,4 @@
-"""Size of a policy's weights on one device, for a full model or an adapter and its base."""
+"""Size of a policy's weights on one device, for a full model or for an adapter with its base."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def count_weights(
     tied table is cast to both. Int8 kernels are cast layer by layer.
     """
     all_params, trained = (
-        local_param_sizes(policy, mesh),
-        local_param_sizes(policy.param_specs(frozen)[0], mesh),
+        compute_local_param_sizes(policy, mesh),
+        compute_local_param_sizes(policy.param_specs(frozen)[0], mesh),
     )
     stacked_modules = get_stacked_modules(policy)
     num_int8 = cast_bytes = cast_table_bytes = 0
@@ -86,7 +86,7 @@ def count_weights(
     )
 
 
-def local_param_sizes(
+def compute_local_param_sizes(
     spec: ParamSpec, mesh: Any, **settings: bool
 ) -> dict[tuple[str, ...], tuple[int, np.dtype]]:
     """Map each parameter path to its number of values on one device and its dtype."""

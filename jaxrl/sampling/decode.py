@@ -27,7 +27,7 @@ from jaxrl.models import kv_cache
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.attention.choice import prefill_block_tokens
 from jaxrl.models.attention.kernels import AttentionKernels
-from jaxrl.models.attention.reference import attend_chunk, merge
+from jaxrl.models.attention.reference import attend_chunk, merge_attention_outputs
 from jaxrl.models.aux_arrays import AuxArrays, TokenArraySpec
 from jaxrl.models.kv_cache import Cache, Pages
 from jaxrl.models.layers import LayerScan, SamplerLayerScan, prepare_sampler_weights
@@ -172,7 +172,7 @@ class Programs:
     def init_cache(self, num_pages: int, page_tokens: int, num_states: int = 0) -> SamplerCache:
         """Initialize the cache with zeros."""
         model = self.architecture
-        pages = kv_cache.allocate(
+        pages = kv_cache.allocate_pages(
             model, num_pages, page_tokens, self.dtype, scan_layers=self.scan_layers
         )
         states = tuple(
@@ -611,7 +611,7 @@ class Programs:
                 layer: Any, pages: Pages, q: jax.Array, limits: jax.Array, *chunk: jax.Array
             ) -> jax.Array:
                 past, lse = paged_attention(q[:, None], *pages, tables, limits[:, None], layer)
-                return merge(*attend_chunk(q, *chunk), past[:, 0], lse[:, 0])
+                return merge_attention_outputs(*attend_chunk(q, *chunk), past[:, 0], lse[:, 0])
 
             return attend_layer, cache
         gather_past, attend_past = self.kernels.past

@@ -33,7 +33,7 @@ from jax.sharding import Mesh
 
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.attention.kernels import AttentionKernels
-from jaxrl.models.attention.reference import XLA, past_boundaries
+from jaxrl.models.attention.reference import XLA, compute_past_boundaries
 from jaxrl.models.aux_arrays import TokenArraySpec
 from jaxrl.runtime.compilation import CompiledFunction, cached_jit, compile_all, join_keys
 from jaxrl.runtime.sharding import (
@@ -258,7 +258,7 @@ class Engine:
         self.row_sizes = list_row_buckets(self.device.platform, self._rows_per_shard, dtype)
         self.prefill_sizes = list_prefill_buckets(self.device.platform, max_total_tokens)
         self.past_sizes = (
-            past_boundaries(self._table_pages, self.page_tokens)
+            compute_past_boundaries(self._table_pages, self.page_tokens)
             if self.programs.copies_pages
             else [self._table_pages]
         )

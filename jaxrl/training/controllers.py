@@ -19,7 +19,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 
 from jaxrl.objectives.entropy import high_window_entropy_mask, window_entropy
-from jaxrl.objectives.metrics import mean
+from jaxrl.objectives.metrics import mean_or_nan
 from jaxrl.objectives.shaping import BUCKETS
 from jaxrl.training.method import (
     KLSettings,
@@ -478,7 +478,7 @@ def update_controllers(
         scored = [group for group in groups if group.scored_trajectories]
         updated["coefficients"] = after.coefficients.update(
             [
-                mean([t.windows.num_high for t in group.scored_trajectories if t.windows])
+                mean_or_nan([t.windows.num_high for t in group.scored_trajectories if t.windows])
                 for group in scored
             ],
             [after.get_bucket(group.task_id) for group in scored],
@@ -490,14 +490,14 @@ def update_controllers(
     values = [value for _, value in divergences]
     match after.kl:
         case AdaptiveKL() as adaptive:
-            updated["kl"] = adaptive.update(mean(values), len(values), **kl.adaptive)
+            updated["kl"] = adaptive.update(mean_or_nan(values), len(values), **kl.adaptive)
         case LogKL() as log:
-            updated["kl"] = log.update(mean(values), **kl.log)
+            updated["kl"] = log.update(mean_or_nan(values), **kl.log)
         case KLBudget() as budget:
             by_bucket: dict[str, list[float]] = {}
             for task_id, value in divergences:
                 by_bucket.setdefault(after.get_bucket(task_id), []).append(value)
-            means = {name: mean(values) for name, values in by_bucket.items()}
+            means = {name: mean_or_nan(values) for name, values in by_bucket.items()}
             updated["kl"] = budget.update(means, **kl.budget)
     return dataclasses.replace(controllers, **updated), groups
 

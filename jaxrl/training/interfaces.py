@@ -48,7 +48,7 @@ class MetricWriter(Protocol):
 
     num_records: int
 
-    def add_to_next(self, name: str, value: float) -> None:
+    def add_to_next_record(self, name: str, value: float) -> None:
         """Add `value` to the metric `name` of the next record."""
 
     def add_samples(self, name: str, trajectories: Sequence[Trajectory]) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 import jax.numpy as jnp
 import optax
 
-from jaxrl.runtime.compilation import get_or_make
+from jaxrl.runtime.compilation import get_or_create
 from jaxrl.training.method import OptimizerSettings
 
 
@@ -34,7 +34,7 @@ def make_optimizer(settings: OptimizerSettings) -> optax.GradientTransformation:
     """Return AdamW with global-norm gradient clipping; equal settings share one object."""
     # A custom schedule may be edited between two runs in one process, so it is never shared.
     key = None if settings.schedule.is_user_code else settings
-    return get_or_make(partial(_adamw, settings), name="optimizer", key=key)
+    return get_or_create(partial(_adamw, settings), name="optimizer", key=key)
 
 
 def _adamw(settings: OptimizerSettings) -> optax.GradientTransformation:

@@ -13,7 +13,7 @@ from jaxrl.models.policy import Model
 from jaxrl.objectives.corrections import importance_weights
 from jaxrl.objectives.kl import kl_estimate
 from jaxrl.objectives.metrics import Metric
-from jaxrl.runtime.compilation import get_or_make
+from jaxrl.runtime.compilation import get_or_create
 from jaxrl.training.method import KLSettings, LossSettings, Method
 from jaxrl.training.update import TokenLoss, UpdateStep
 from jaxrl.types import Batch
@@ -26,7 +26,7 @@ def make_policy_loss(method: Method) -> TokenLoss:
     Cached: equal settings return the same function, so compiled programs are reused.
     """
     settings = method.loss, method.kl
-    return get_or_make(partial(_build_policy_loss, *settings), name="policy loss", key=settings)
+    return get_or_create(partial(_build_policy_loss, *settings), name="policy loss", key=settings)
 
 
 def make_update_step(

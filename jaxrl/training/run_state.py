@@ -21,7 +21,7 @@ from jaxrl.models.layers import HOST_MEMORY
 from jaxrl.models.policy import Model
 from jaxrl.runtime.compilation import interruptible
 from jaxrl.runtime.host_memory import trim_memory
-from jaxrl.runtime.preemption import Best
+from jaxrl.runtime.preemption import BestEvaluation
 from jaxrl.sampling.interfaces import RolloutFunction, Sampler
 from jaxrl.training.collect import CollectedGroups
 from jaxrl.training.controllers import Controllers
@@ -108,7 +108,7 @@ class Progress:
     num_records: int = 0  # records in metrics.jsonl
     record: dict[str, Any] | None = None  # record of the last step, until its evaluation is done
     value: float | None = None  # `eval.best_metric` after exactly this step
-    best: Best = field(default_factory=Best)  # best evaluation of the stage
+    best: BestEvaluation = field(default_factory=BestEvaluation)  # best evaluation of the stage
     stopped_early: bool = False  # True if the stage ended because evaluations did not improve
     num_failed: int = 0  # consecutive batches in which every episode failed
     num_learned: int = 0  # train-stage steps with a gradient
@@ -204,7 +204,7 @@ class Progress:
         size = method.group_size if method.filter.carry_over else None
         buffered_groups = [group for group in saved["buffered_groups"] if len(group) == size]
         fields |= {
-            "best": Best(**saved["best"]),
+            "best": BestEvaluation(**saved["best"]),
             "compiled_sizes": CompiledSizes.from_json(saved["compiled_sizes"]),
             "controllers": Controllers.from_json(saved["controllers"], method),
             "buffered_groups": serialization.deserialize_groups(buffered_groups),
@@ -265,7 +265,7 @@ class RunState:
         if progress.stage == stage:
             return progress.is_mid_stage(self.components.num_steps)
         progress.stage, progress.stage_step, progress.items_taken = stage, 0, 0
-        progress.value, progress.best, progress.num_learned = None, Best(), 0
+        progress.value, progress.best, progress.num_learned = None, BestEvaluation(), 0
         progress.controllers = Controllers.init(self.components.method)
         progress.buffered_groups = []
         progress.compiled_sizes = CompiledSizes()
@@ -351,7 +351,7 @@ class RunState:
         started = time.perf_counter()
         with interruptible(self.should_stop):
             engine.compile(self.display.show_activity)
-        self.metrics_log.add_to_next("timing_s/compile", time.perf_counter() - started)
+        self.metrics_log.add_to_next_record("timing_s/compile", time.perf_counter() - started)
 
     def save(self) -> None:
         """Save a checkpoint of the state and progress."""
@@ -369,7 +369,9 @@ class RunState:
             value=self.progress.value,
         )
         self.saved = dataclasses.replace(self.progress)
-        self.metrics_log.add_to_next("timing_s/save_checkpoint", time.perf_counter() - started)
+        self.metrics_log.add_to_next_record(
+            "timing_s/save_checkpoint", time.perf_counter() - started
+        )
 
     def save_progress(self) -> None:
         """Save the progress of an interrupted stage, unless it is already saved."""

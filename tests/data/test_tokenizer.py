@@ -10,7 +10,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.models.hf_weights import copy_side_files
+from jaxrl.models.hf_weights import copy_non_weight_files
 from tests.damage import JSON_BOMBS
 
 CHATML = (
@@ -288,7 +288,7 @@ def test_named_templates_load_from_every_form(tmp_path, write, is_exported):
     if is_exported:
         folder = tmp_path / "exported"
         folder.mkdir()
-        copy_side_files(tmp_path, folder)
+        copy_non_weight_files(tmp_path, folder)
     tokenizer = Tokenizer.from_folder(folder)
     messages = [{"role": "user", "content": "Where?"}]
     for tools, begin in ((None, "<|im_start|>user"), (TOOLS, "You may call: ")):

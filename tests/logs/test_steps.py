@@ -11,8 +11,8 @@ import pytest
 from jaxrl.logs.steps import (
     collect_sample_fields,
     compute_engine_metrics,
+    compute_entropy_window_metrics,
     compute_kl_metrics,
-    compute_window_metrics,
     merge_update_metrics,
 )
 from jaxrl.objectives.metrics import Metric
@@ -118,7 +118,7 @@ def test_window_metrics_by_difficulty():
     groups = grouped(
         dataclasses.replace(t, windows=wavering(count)) for t, count in members_and_counts
     )
-    got = compute_window_metrics(groups, controllers)
+    got = compute_entropy_window_metrics(groups, controllers)
     assert got["entropy/high_window_tokens"] == 7
     assert got["difficulty/easy/share"] == pytest.approx(1 / 3)
     assert got["difficulty/hard/share"] == pytest.approx(2 / 3)
@@ -128,7 +128,7 @@ def test_window_metrics_by_difficulty():
     assert got["difficulty/easy/high_window_tokens"] == 3
     assert got["difficulty/hard/high_window_tokens"] == 9
     assert np.isnan(got["difficulty/medium/high_window_tokens"])
-    assert compute_window_metrics(groups, Controllers()) == {}
+    assert compute_entropy_window_metrics(groups, Controllers()) == {}
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,9 @@ def test_inversions_are_groups_in_which_a_wrong_answer_earns_as_much(rewards, sh
         if x is not None
     ]
     controllers = Controllers(coefficients=EntropyCoefficients())
-    got = compute_window_metrics(grouped([*batch, make_failure(task_number=1)]), controllers)
+    got = compute_entropy_window_metrics(
+        grouped([*batch, make_failure(task_number=1)]), controllers
+    )
     assert got["entropy/inversions"] == pytest.approx(share, nan_ok=True)
 
 

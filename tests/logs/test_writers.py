@@ -122,8 +122,8 @@ def test_trajectories_as_json(tmp_path):
 
 def test_values_between_records_are_added_to_the_next(path):
     log = MetricsLog(path, 0)
-    log.add_to_next("timing_s/save_checkpoint", 0.5)
-    log.add_to_next("timing_s/save_checkpoint", 0.25)
+    log.add_to_next_record("timing_s/save_checkpoint", 0.5)
+    log.add_to_next_record("timing_s/save_checkpoint", 0.25)
     log.write(1, "train", {})
     log.write(2, "train", {})
     first, second = read(path)

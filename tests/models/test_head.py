@@ -72,7 +72,7 @@ def test_only_the_output_table_of_the_sampler_is_float32(tied, monkeypatch):
     assert head.dtype == FLOAT32
     np.testing.assert_array_equal(head, output_table(config, params))
     assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {BFLOAT16}
-    assert config.decode_axes()["lm_head"] == {"kernel": ("width", "vocab")}
+    assert config.logical_axes_for_decoding()["lm_head"] == {"kernel": ("width", "vocab")}
 
 
 @pytest.mark.parametrize("tied", [False, True])

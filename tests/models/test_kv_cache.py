@@ -26,7 +26,7 @@ def numbered(*shape, start=0.0):
 
 def test_each_layer_has_its_own_arrays():
     config = dataclasses.replace(TINY, num_layers=3)
-    cache = kv_cache.allocate(config, 4, 9, jnp.bfloat16)
+    cache = kv_cache.allocate_pages(config, 4, 9, jnp.bfloat16)
     leaves = jax.tree.leaves(cache)
     assert [len(layer) for layer in cache] == [2, 2, 2]
     assert {leaf.shape for leaf in leaves} == {(4, 2, 9, 16)}

@@ -130,7 +130,7 @@ def greedy(params, config, prompts, num_tokens):
 
     pages = T + num_tokens
     tables = jnp.arange(B * pages).reshape(B, pages)  # pages of one token
-    cache = kv_cache.allocate(config, B * pages, 1, jnp.float32)
+    cache = kv_cache.allocate_pages(config, B * pages, 1, jnp.float32)
     start, counts = jnp.zeros(B, jnp.int32), jnp.full(B, T, jnp.int32)
     hidden, cache = read_tokens(config, weights, cache, tables, start, counts, prompts)
 

@@ -68,7 +68,7 @@ def test_prefill_in_two_chunks_then_decode(name):
     B, T = token_ids.shape
     weights = config.weights_for_decoding(params, jnp.float32)
     tables = jnp.arange(B * 5)[::-1].reshape(B, 5)
-    cache = kv_cache.allocate(config, B * 5, 4, jnp.float32)
+    cache = kv_cache.allocate_pages(config, B * 5, 4, jnp.float32)
     read = jax.jit(read_tokens, static_argnums=0)
 
     for start, end, width in [(0, 7, 7), (7, 12, 8), *((at, at + 1, 1) for at in range(12, T))]:

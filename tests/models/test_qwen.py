@@ -46,7 +46,7 @@ def test_prefill_and_decode_at_different_positions_equal_the_full_pass():
     # single tokens of two of them. Padding and stale pages are garbage.
     token_ids = random_ids(3, 17)
     expected = full(token_ids)
-    empty = kv_cache.allocate(TINY, 15, 4, jnp.float32)
+    empty = kv_cache.allocate_pages(TINY, 15, 4, jnp.float32)
     cache = jax.tree.map(lambda x: jnp.full_like(x, GARBAGE), empty)
     tables = jnp.asarray(np.random.default_rng(3).permutation(15).reshape(3, 5))
     start = np.zeros(3, np.int32)
@@ -194,7 +194,7 @@ def test_rope_by_hand():
     # One pair of dimensions at base 1 rotates by one radian per position.
     config = dataclasses.replace(TINY, head_dim=2, rope_theta=1.0)
     positions = jnp.arange(3)
-    turned = decoder.rope(
+    turned = decoder.apply_rope(
         jnp.ones((3, 1, 1)) * jnp.array([1.0, 0.0]), decoder.compute_rope_angles(positions, config)
     )
     expected = np.stack([np.cos(positions), np.sin(positions)], axis=-1)[:, None]

@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 
 from jaxrl.objectives.filters import (
-    group_members,
     keep_in_range,
     keep_informative,
+    list_group_members,
     needs_resampling,
 )
 
@@ -16,9 +16,9 @@ def ids(*values):
 
 
 def test_members_by_hand():
-    groups = group_members(ids(7, -1, 3, 7, -5, 3, 0))
+    groups = list_group_members(ids(7, -1, 3, 7, -5, 3, 0))
     assert [list(members) for members in groups] == [[6], [2, 5], [0, 3]]
-    assert group_members(ids()) == group_members(ids(-1, -2)) == []
+    assert list_group_members(ids()) == list_group_members(ids(-1, -2)) == []
 
 
 def test_informative_by_hand():

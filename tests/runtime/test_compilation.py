@@ -15,7 +15,7 @@ import pytest
 
 from jaxrl.runtime.compilation import (
     CompiledFunction,
-    clear_cache_if_edited,
+    clear_cache_on_code_change,
     compile_all,
     interruptible,
     is_compiling,
@@ -64,7 +64,7 @@ def test_functions_with_equal_keys_share_a_program_until_code_is_edited(monkeypa
             traced.append(factor)
             return x * factor
 
-        clear_cache_if_edited()
+        clear_cache_on_code_change()
         compiled = CompiledFunction(multiply, name="multiply", key=key)
         assert compiled(jnp.ones(2)).tolist() == [factor, factor]
         assert compiled.num_programs == 1

@@ -5,11 +5,11 @@ import signal
 import subprocess
 import sys
 
-from jaxrl.runtime.preemption import EXIT_INTERRUPTED, Best, update_best
+from jaxrl.runtime.preemption import EXIT_INTERRUPTED, BestEvaluation, update_best
 
 
 def test_best_and_patience_by_hand():
-    best = Best()
+    best = BestEvaluation()
     values = [0.25, 0.25, 0.375, 0.4375, 0.375, math.nan, 0.4375, 0.75]
     history = []
     for step, value in enumerate(values, start=1):

@@ -34,12 +34,12 @@ from jaxrl.models.decoder import (
     SCALE_AXES,
     Angles,
     Attention,
+    apply_rope,
     linear,
     linear_axes,
     read_positive_int,
     reject_unsupported_features,
     rms_norm,
-    rope,
 )
 from jaxrl.models.defaults import fill_hf_defaults
 from jaxrl.models.layers import Mixer, Stacks
@@ -311,7 +311,7 @@ class Qwen35Config(QwenConfig):
 
     def _rotate(self, x: Float[Array, "M heads H"], angles: Angles) -> Float[Array, "M heads H"]:
         rotated, rest = jnp.split(x, [self.rotary_dim], axis=-1)
-        return jnp.concatenate([rope(rotated, angles), rest], axis=-1)
+        return jnp.concatenate([apply_rope(rotated, angles), rest], axis=-1)
 
     @jax.named_scope("delta_net")
     def _run_delta_net(

@@ -20,9 +20,9 @@ from jaxrl.extras.kernels.readers import find_last_readers
 from jaxrl.models.attention.reference import (
     EMPTY_LSE,
     MASK_VALUE,
-    attention_mask,
     find_key_blocks,
     group_by_kv_head,
+    make_attention_mask,
     pad_to_blocks,
     ungroup_queries,
 )
@@ -178,7 +178,9 @@ def _forward_kernel(
         highest, total, out = sums
         j = block_index(i)
         keys, block = _make_positions(j, config.step), pl.ds(j * config.step, config.step)
-        mask = attention_mask(_reshape_to_columns(key_ranges), keys) & (keys <= queries[:, None])
+        mask = make_attention_mask(_reshape_to_columns(key_ranges), keys) & (
+            keys <= queries[:, None]
+        )
         scores = jnp.where(mask, _dot(q, k_ref[block, :], (1, 1)) * config.scale, MASK_VALUE)
         # Sums over masked blocks before a query's segment are finite; `rescale` later sets them to
         # 0.
@@ -280,7 +282,9 @@ def _backward_queries_kernel(
         j = block_index(i)
         keys, block = _make_positions(j, config.step), pl.ds(j * config.step, config.step)
         k = k_ref[block, :]
-        mask = attention_mask(_reshape_to_columns(key_ranges), keys) & (keys <= queries[:, None])
+        mask = make_attention_mask(_reshape_to_columns(key_ranges), keys) & (
+            keys <= queries[:, None]
+        )
         scores = jnp.where(mask, _dot(q, k, (1, 1)) * config.scale, MASK_VALUE)
         d_weights = _dot(gradient, v_ref[block, :], (1, 1))
         d_scores = jnp.exp2(scores - lse[:, None]) * (d_weights - delta[:, None])
@@ -320,7 +324,7 @@ def _backward_keys_kernel(
         q, gradient = q_ref[block, head, :], gradient_ref[block, head, :]
         # Scores are transposed (keys by queries), so that neither sum needs a transpose.
         key_ranges = _load_key_ranges(ranges_ref, block)
-        mask = attention_mask(key_ranges, keys[:, None]) & (keys[:, None] <= queries)
+        mask = make_attention_mask(key_ranges, keys[:, None]) & (keys[:, None] <= queries)
         scores = jnp.where(mask, _dot(k, q, (1, 1)) * config.scale, MASK_VALUE)
         weights = jnp.exp2(scores - lse_ref[head, block])
         d_scores = weights * (_dot(v, gradient, (1, 1)) - delta_ref[head, block])

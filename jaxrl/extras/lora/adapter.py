@@ -14,7 +14,7 @@ A policy's parameter tree contains the architecture's parameters (the base) and,
     blocks/.../kernel_a    float32 [L, in, r]
     blocks/.../kernel_b    float32 [L, r, out]
 
-`merge_params` joins the two parts and `split` separates them.
+`merge_params` joins the two parts and `split_params` separates them.
 
 An int8 base stores a linear layer as `kernel` int8 [L, in, out] and `kernel_scale` float32
 [L, out], whose product is the weight.
@@ -36,7 +36,7 @@ from jax.typing import DTypeLike
 
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.hf_weights import ProgressCallback
-from jaxrl.models.params import ParamSpec, merge_params, select_params, split_params
+from jaxrl.models.params import ParamSpec, merge_params, select_params, split_param_specs
 from jaxrl.models.wrapper import WrappedArchitecture
 from jaxrl.runtime.sharding import param_shardings
 from jaxrl.types import Params
@@ -95,7 +95,7 @@ class Adapter(WrappedArchitecture):
 
     def param_specs(self, frozen: Sequence[str] = ()) -> tuple[ParamSpec, ParamSpec]:
         """Return the specs of the trained adapter and of the frozen base."""
-        return split_params(self, lambda path: path[-1] in TRAINED)
+        return split_param_specs(self, lambda path: path[-1] in TRAINED)
 
     def with_kernels(
         self, mesh: Mesh, *, experts: str, check_dtype: DTypeLike | None = None
@@ -168,9 +168,9 @@ class Adapter(WrappedArchitecture):
         """Return the axis names. A and B are sharded like the kernel; the rank is not sharded."""
         return self._add_adapter_axes(self.model.logical_axes())
 
-    def decode_axes(self) -> dict[str, Any]:
+    def logical_axes_for_decoding(self) -> dict[str, Any]:
         """Return the axis names of `weights_for_decoding`."""
-        axes = self._add_adapter_axes(self.model.decode_axes())
+        axes = self._add_adapter_axes(self.model.logical_axes_for_decoding())
 
         def is_included(path: tuple[str, ...]) -> bool:
             is_kernel = path[-1] not in (*TRAINED, "kernel_scale")

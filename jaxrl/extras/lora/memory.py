@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.extras.lora.adapter import QUANTIZED, TRAINED, Adapter
-from jaxrl.runtime.weight_memory import local_param_sizes
+from jaxrl.runtime.weight_memory import compute_local_param_sizes
 
 
 @functools.cache
@@ -21,8 +21,8 @@ def count_decode_bytes(adapter: Adapter, mesh: Any, dtype: np.dtype, *, may_shar
         dtype: Dtype of the sampler's weights.
         may_share: True if the sampler reuses base arrays that have its dtype and layout.
     """
-    decode_leaves = local_param_sizes(adapter, mesh, for_decode=True)
-    train_leaves = local_param_sizes(adapter, mesh)
+    decode_leaves = compute_local_param_sizes(adapter, mesh, for_decode=True)
+    train_leaves = compute_local_param_sizes(adapter, mesh)
     total = 0
     for path, (size, leaf_dtype) in decode_leaves.items():
         is_target = adapter.is_merged and "/".join(path[:-1]) in adapter.targets

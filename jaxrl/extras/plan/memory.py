@@ -50,9 +50,9 @@ from jaxrl.runtime.sharding import (
 )
 from jaxrl.runtime.weight_memory import (
     PolicyWeights,
+    compute_local_param_sizes,
     count_elements,
     count_weights,
-    local_param_sizes,
 )
 from jaxrl.sampling.buckets import list_prefill_buckets, list_row_buckets
 
@@ -561,8 +561,8 @@ def _plan_weight_sync(config: ResolvedConfig, model: Architecture, target: Targe
     head = _get_extra_head_itemsize(config, model, target)
     stage = next((stage for stage in config.stages if stage != "sft"), "sft")
     persistent = _count_state_bytes(config, model, mesh, stage) | resident
-    train_params = local_param_sizes(model, mesh)
-    decode_params = local_param_sizes(model, mesh, for_decode=True)
+    train_params = compute_local_param_sizes(model, mesh)
+    decode_params = compute_local_param_sizes(model, mesh, for_decode=True)
     decode_sizes = {
         path: size * (itemsize + head * (path[0] == model.output_module))
         for path, (size, _) in decode_params.items()
@@ -671,8 +671,8 @@ class _ParamCounts:
         """Count the parameters of a model on a mesh."""
         stacked_modules = get_stacked_modules(model)
         counts = dict.fromkeys(("layers", "split_tables", "gathered", "decode_layers", "tables"), 0)
-        decode = local_param_sizes(model, mesh, for_decode=True)
-        for path, (size, _) in local_param_sizes(model, mesh).items():
+        decode = compute_local_param_sizes(model, mesh, for_decode=True)
+        for path, (size, _) in compute_local_param_sizes(model, mesh).items():
             decode_size, _ = decode[path]
             counts["layers" if path[0] in stacked_modules else "split_tables"] += size
             counts["decode_layers" if path[0] in stacked_modules else "tables"] += decode_size

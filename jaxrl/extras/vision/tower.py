@@ -27,10 +27,10 @@ from jaxrl.models.attachments import PatchBatch, Tower
 from jaxrl.models.attention.reference import MASK_VALUE
 from jaxrl.models.decoder import (
     Angles,
+    apply_rope,
     canonicalize_activation,
     linear,
     read_positive_int,
-    rope,
 )
 from jaxrl.models.layers import Attend
 from jaxrl.types import Params
@@ -308,7 +308,7 @@ class VisionTower(Tower):
         q, k, v = qkv.reshape(len(x), 3, self.num_heads, -1).swapaxes(0, 1)
         q, k, v = (
             heads.reshape(num_rows, -1, *heads.shape[1:])
-            for heads in (rope(q, angles), rope(k, angles), v)
+            for heads in (apply_rope(q, angles), apply_rope(k, angles), v)
         )
         attended = checkpoint_name(attend(q, k, v), "attended").reshape(len(x), -1)
         return checkpoint_name(linear(weights["o"], attended), "o")

@@ -1,4 +1,4 @@
-"""Select a run's attention kernels."""
+"""Selection of a run's attention kernels."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from jaxrl.models.kernel_check import (
     select_kernel,
     supports_dtype,
 )
-from jaxrl.runtime.compilation import get_or_make
+from jaxrl.runtime.compilation import get_or_create
 from jaxrl.runtime.sharding import BATCH_AXES, CONTEXT_AXIS, PIECE_AXES
 
 TRAIN_KERNELS = {
@@ -164,7 +164,7 @@ def prefill_block_tokens(platform: str, num_heads: int, num_kv_heads: int) -> in
 def resolve_kernel_name(
     name: str, platform: str, head_dim: int, dtype: DTypeLike | None = None
 ) -> tuple[str, str]:
-    """Resolve `config.model.attention` to a kernel name; also return the reason, for the log.
+    """Resolve `config.model.attention` to a kernel name; also return the reason for the log.
 
     Args:
         name: Value of `config.model.attention`.
@@ -208,13 +208,13 @@ def _list_candidates(name: str, platform: str, head_dim: int, dtype: DTypeLike |
 
 
 def shard_attention(attend_packed: AttendPacked, mesh: Mesh | AbstractMesh) -> AttendPacked:
-    """Wrap `attend_packed` in `shard_map`: each device computes its pieces of rows and its heads.
+    """Wrap `attend_packed` in `shard_map`, with rows split into pieces and heads over devices.
 
     Queries, keys and values are pieces of rows, `[R * C, T / C, heads, H]`: for each device, the
     first pieces of its rows, then the second pieces, and so on. `key_ranges` covers complete rows.
     Equal arguments return the same function, so that compiled programs are reused.
     """
-    return get_or_make(
+    return get_or_create(
         partial(_shard_attention, attend_packed, mesh), name="attention", key=(attend_packed, mesh)
     )
 

@@ -93,7 +93,7 @@ def pad_key_ranges(key_ranges: Int[Array, "R 3 T"], length: int) -> Int[Array, "
 def shift_key_ranges(
     key_ranges: Int[Array, "R 3 T"], shift: int | jax.Array
 ) -> Int[Array, "R 3 T"]:
-    """Update `key_ranges` for rows shifted right by `shift` tokens; padding fills the start."""
+    """Shift `key_ranges` right by `shift` tokens, with padding at the start."""
     starts, shared_starts, shared_ends = jnp.moveaxis(key_ranges, 1, 0)
     T = key_ranges.shape[2]
     is_before = jnp.arange(T) < shift
@@ -124,8 +124,8 @@ def find_key_blocks(
     return shared, jnp.maximum(end - shared, 0), local
 
 
-def attention_mask(key_ranges: Iterable[jax.Array], keys: jax.Array) -> jax.Array:
-    """Return the mask of the keys that each query attends to, before causal masking."""
+def make_attention_mask(key_ranges: Iterable[jax.Array], keys: jax.Array) -> jax.Array:
+    """Return a mask of the keys that each query attends to, before causal masking."""
     starts, shared_starts, shared_ends = key_ranges
     return (keys >= starts) | (keys >= shared_starts) & (keys < shared_ends)
 
@@ -166,27 +166,27 @@ def _forward_block(
 ) -> tuple[jax.Array, jax.Array]:
     """Compute a query block's outputs and log-sum-exp, with an online softmax over key blocks."""
 
-    def average(weights: jax.Array, values: jax.Array) -> jax.Array:
+    def apply_attention_weights(weights: jax.Array, values: jax.Array) -> jax.Array:
         return _product("rkts,rksh->rkth", weights.astype(values.dtype), values)
 
     # Start with the diagonal block: each query attends to itself, so the maximum is finite.
     scores = _compute_scores(q, k[index], key_ranges, index, is_diagonal=True)
     highest = scores.max(axis=-1, keepdims=True)
     weights = jnp.exp(scores - highest)
-    sums = highest, weights.sum(axis=-1, keepdims=True), average(weights, v[index])
+    sums = highest, weights.sum(axis=-1, keepdims=True), apply_attention_weights(weights, v[index])
 
-    def add(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def add_key_block(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         highest, total, out = sums
         j = block_at(i)
         scores = _compute_scores(q, k[j], key_ranges, j, is_diagonal=False)
         new = jnp.maximum(highest, scores.max(axis=-1, keepdims=True))
         weights, correction = jnp.exp(scores - new), jnp.exp(highest - new)
         total = total * correction + weights.sum(axis=-1, keepdims=True)
-        return new, total, out * correction + average(weights, v[j])
+        return new, total, out * correction + apply_attention_weights(weights, v[j])
 
     if len(k) > 1:
         count, block_at = _find_blocks_before(index, key_ranges)
-        sums = jax.lax.fori_loop(0, count, add, sums)
+        sums = jax.lax.fori_loop(0, count, add_key_block, sums)
     highest, total, out = sums
     return (out / total).astype(q.dtype), highest + jnp.log(total)
 
@@ -209,7 +209,7 @@ def _compute_scores(
 ) -> jax.Array:
     """Compute the masked, scaled scores of a query block and a key block, `[R, K, G * B, B]`."""
     offsets = jnp.arange(k.shape[2])
-    mask = attention_mask(key_ranges[..., None], key_block * len(offsets) + offsets)
+    mask = make_attention_mask(key_ranges[..., None], key_block * len(offsets) + offsets)
     if is_diagonal:
         mask &= offsets <= offsets[:, None]
     mask = jnp.tile(mask[:, None], (1, 1, q.shape[2] // len(offsets), 1))
@@ -226,18 +226,18 @@ def _backward(
     def step(sums: KVGradients, indexed_block: tuple[Any, ...]) -> tuple[KVGradients, jax.Array]:
         index, block = indexed_block
         dq, *dkv = _backward_pair(block, index, k, v, is_diagonal=True)
-        sums = _add_at(sums, index, dkv)
+        sums = _add_to_block(sums, index, dkv)
 
-        def add(
+        def add_key_block(
             i: jax.Array, carry: tuple[jax.Array, KVGradients]
         ) -> tuple[jax.Array, KVGradients]:
             j = block_at(i)
             dq, *dkv = _backward_pair(block, j, k, v, is_diagonal=False)
-            return carry[0] + dq, _add_at(carry[1], j, dkv)
+            return carry[0] + dq, _add_to_block(carry[1], j, dkv)
 
         if len(k) > 1:
             count, block_at = _find_blocks_before(index, block[1])
-            dq, sums = jax.lax.fori_loop(0, count, add, (dq, sums))
+            dq, sums = jax.lax.fori_loop(0, count, add_key_block, (dq, sums))
         return sums, (dq * scale).astype(q.dtype)
 
     # Accumulate in the transposed layout of the matmuls, since transposing is slow on a CPU.
@@ -265,7 +265,7 @@ def _backward_pair(
     return _product("rkts,rksh->rkth", dscores, k[j]), dk, dv
 
 
-def _add_at(sums: KVGradients, index: jax.Array, new: Sequence[jax.Array]) -> KVGradients:
+def _add_to_block(sums: KVGradients, index: jax.Array, new: Sequence[jax.Array]) -> KVGradients:
     dk, dv = (
         jax.lax.dynamic_update_index_in_dim(total, total[index] + step, index, axis=0)
         for total, step in zip(sums, new, strict=True)
@@ -277,7 +277,7 @@ _attend.defvjp(_forward, _backward)
 
 
 EMPTY_LSE = MASK_VALUE / 2
-"""Log-sum-exp of an empty set. It is below any score, so that an empty part contributes nothing."""
+"""Log-sum-exp of an empty set of keys, below any score, so that it contributes nothing."""
 
 STEP_TOKENS = 64
 """Number of tokens that `attend_pages` processes per loop iteration."""
@@ -328,7 +328,7 @@ def attend_pages(
 def group_by_kv_head(
     q: Float[Array, "B Q N H"], limits: Int[Array, "B Q"], K: int, rows: int = 0
 ) -> tuple[Float[Array, "B K R H"], Int[Array, "B R"]]:
-    """Merge the queries of each KV head into one matrix; also return the limit of each matrix row.
+    """Merge the queries of each KV head into a matrix; also return the limit of each matrix row.
 
     The matrix is padded to at least `rows` rows. Padding attends to nothing.
     """
@@ -381,12 +381,12 @@ def gather_past(
             v.swapaxes(1, 2).reshape(B, K, -1, H),
         )
 
-    ends = past_boundaries(M, page)
+    ends = compute_past_boundaries(M, page)
     return tuple(gather_piece(first, end) for first, end in zip([0, *ends], ends, strict=False))
 
 
-def past_boundaries(num_pages: int, page_tokens: int) -> list[int]:
-    """Return where the past's pieces end, in pages: after `STEP_TOKENS`, then at each doubling."""
+def compute_past_boundaries(num_pages: int, page_tokens: int) -> list[int]:
+    """Return the ends of the past's pieces, in pages: `STEP_TOKENS` and each doubling."""
     ends = [min(max(STEP_TOKENS // page_tokens, 1), num_pages)]
     while ends[-1] < num_pages:
         ends.append(min(2 * ends[-1], num_pages))
@@ -420,11 +420,11 @@ def attend_past(
         piece_scores = scores("bkgh,bkhw->bkgw", piece, is_past[:, None, None])
         parts.append((piece_scores, piece_values))
         start += piece.shape[3]
-    return _softmax_average(parts).reshape(q.shape)
+    return _apply_joint_softmax(parts).reshape(q.shape)
 
 
-def _softmax_average(parts: Sequence[tuple[jax.Array, jax.Array]]) -> jax.Array:
-    """Average the values `[B, K, t, H]` with one softmax over all scores `[B, K, q, t]`."""
+def _apply_joint_softmax(parts: Sequence[tuple[jax.Array, jax.Array]]) -> jax.Array:
+    """Average values `[B, K, t, H]`, weighted by one softmax over all scores `[B, K, q, t]`."""
     highest = parts[0][0].max(axis=-1, keepdims=True)
     for scores, _ in parts[1:]:
         highest = jnp.maximum(highest, scores.max(axis=-1, keepdims=True))
@@ -457,7 +457,7 @@ def attend_chunk(
     return out.reshape(q.shape), lse.reshape(B, N)
 
 
-def merge(
+def merge_attention_outputs(
     out: Float[Array, "*heads H"],
     lse: Float[Array, "*heads"],
     other: Float[Array, "*heads H"],

@@ -66,7 +66,7 @@ def test_the_sampler_computes_the_same(mixed):
     token_ids = jnp.asarray(expected["token_ids"])
     B, T = token_ids.shape
     weights = config.weights_for_decoding(params, jnp.float32)
-    cache = kv_cache.allocate(config, B * 5, 4, jnp.float32)
+    cache = kv_cache.allocate_pages(config, B * 5, 4, jnp.float32)
     tables = jnp.arange(B * 5)[::-1].reshape(B, 5)
     read = jax.jit(read_tokens, static_argnums=0)
     for start, end in ((0, 16), (16, 20)):

@@ -16,7 +16,7 @@ from jaxrl.extras import hybrid_moe
 from jaxrl.extras.lora.adapter import Adapter, find_targets, get_hf_module_name
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.hf_weights import load_hf, save_hf
-from jaxrl.models.params import split
+from jaxrl.models.params import split_params
 from jaxrl.models.policy import Model
 from jaxrl.models.registry import read_architecture
 from jaxrl.training.packing import BatchShape
@@ -122,7 +122,9 @@ def test_an_adapter_on_all_linear_layers_trains():
         lambda leaf: jnp.asarray(0.3 * noise.standard_normal(leaf.shape), jnp.float32),
         model.trained.abstract_params(),
     )
-    model.base = split(jax.tree.map(jnp.asarray, random_params(config, seed=0)), model.trained)[1]
+    model.base = split_params(
+        jax.tree.map(jnp.asarray, random_params(config, seed=0)), model.trained
+    )[1]
     shape = BatchShape(num_micro=1, micro_rows=1, row_tokens=70)
     packed, optimizer = pack_all(random_sequences([9, 31, 17]), shape), optax.adam(1e-3)
     step = UpdateStep(model, policy_loss(), optimizer)

@@ -16,7 +16,7 @@ from jaxrl.logs.display import Display
 from jaxrl.run import run
 from jaxrl.runtime import resume
 from jaxrl.runtime.checkpoint import Checkpointer, CheckpointError, list_steps
-from jaxrl.runtime.preemption import Best
+from jaxrl.runtime.preemption import BestEvaluation
 from jaxrl.training.run_state import Progress
 from jaxrl.training.usage import UsageStats
 from jaxrl.training.watch import CollapseError, CollapseSign
@@ -224,7 +224,9 @@ class Values:
     [({2: 0.5, 3: 0.4}, 0.5, 2), ({3: 0.4}, 0.4, 3), ({3: None}, None, 0)],
 )
 def test_the_best_is_a_checkpoint_that_is_left(values, value, step):
-    progress = Progress(best=Best(value=0.5, step=2, mark=0.5, num_stale=1), prefetched=object())
+    progress = Progress(
+        best=BestEvaluation(value=0.5, step=2, mark=0.5, num_stale=1), prefetched=object()
+    )
     spent = UsageStats(num_trajectories=3)
     decision = {"number": 2, "lr_scale": 0.25, "ledger": spent.to_json()}
     runs.apply_rollback(progress, decision, Values(values))

@@ -59,7 +59,7 @@ def test_pages_or_their_copy_and_the_current_chunk_equal_brute_force(shape):
     chunk = rng.normal(size=(2, B, K, 5, H)).astype(np.float32)  # of which two tokens are valid
     of_chunk = jax.jit(reference.attend_chunk)(q[:, 0], *chunk, 1)
     out, lse = jax.jit(reference.attend_pages)(q, keys, values, tables, limits)
-    merged = jax.jit(reference.merge)(*of_chunk, out[:, 0], lse[:, 0])
+    merged = jax.jit(reference.merge_attention_outputs)(*of_chunk, out[:, 0], lse[:, 0])
     for longest in (limits.max(), 40, 0):
         below = np.minimum(limits, longest)
         past = jax.jit(reference.gather_past)(keys, values, tables)
@@ -79,7 +79,7 @@ def test_pages_or_their_copy_and_the_current_chunk_equal_brute_force(shape):
 
 def test_past_boundaries_cover_all_pages():
     for num_pages in range(1, 100):
-        ends = reference.past_boundaries(num_pages, 16)
+        ends = reference.compute_past_boundaries(num_pages, 16)
         assert ends == sorted(set(ends))
         assert ends[-1] == num_pages
         assert len(ends) <= 7
