@@ -153,7 +153,7 @@ def write_tasks(world: Path, model: str, out: Path, work: Work) -> None:
                 f"tokens; expected {count}. Lower --num_updates or --tasks_per_step."
             )
         if split == "train":
-            in_order = Stream(tasks, seed=work.seed).take(0, count)
+            in_order = Stream(tasks, seed=work.seed).get_items(0, count)
             write_jsonl(out / "tasks_in_order.jsonl", in_order)
 
 

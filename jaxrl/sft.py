@@ -52,7 +52,7 @@ def sft(run_state: RunState, params: Params) -> Params:
             raise Interrupted
         # Pack demonstrations. Each loss token has the same weight (token_mean).
         started = time.perf_counter()
-        demonstrations = stream.take(progress.items_taken, batch_size)
+        demonstrations = stream.get_items(progress.items_taken, batch_size)
         weights = token_weights(
             [demonstration.loss_mask for demonstration in demonstrations], token_mean
         )

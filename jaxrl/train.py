@@ -236,7 +236,7 @@ class Learner:
 
         `rollout` with these tasks samples the same groups as `collect`, which then filters them.
         """
-        return self.stream.take(self._num_tasks_taken, count or self.method.tasks_per_step)
+        return self.stream.get_items(self._num_tasks_taken, count or self.method.tasks_per_step)
 
     @property
     def _num_tasks_taken(self) -> int:

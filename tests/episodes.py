@@ -103,7 +103,7 @@ class NumberedTasks:
     def __init__(self, num_items=1000):
         self.num_items = num_items
 
-    def take(self, position, count):
+    def get_items(self, position, count):
         indices = range(position, position + count)
         return [Task(id=f"q{index % self.num_items}", question="?") for index in indices]
 

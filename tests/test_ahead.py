@@ -198,7 +198,7 @@ def test_groups_in_flight_end_in_the_next_step_and_a_run_repeats(tiny_world, tmp
     assert trained == repeated
 
     # Two whole groups a step, each task once; some tokens are of weights before the newest.
-    order = [t.id for t in Stream(parts.tasks, seed=config.seed).take(0, 10)]
+    order = [t.id for t in Stream(parts.tasks, seed=config.seed).get_items(0, 10)]
     counts = Counter(t["task_id"] for t in trained)
     assert set(counts.values()) == {2}
     progress, _ = saved_progress(parts, workdir)

@@ -15,7 +15,7 @@ from jaxrl.builders.resolved import ResolvedConfig
 from jaxrl.envs.base import Env, Episode, Reward, ScoredEpisode, Task, Turn
 from jaxrl.envs.rewards.combiner import RewardCombiner
 from jaxrl.envs.rewards.functions import RewardFunction
-from jaxrl.envs.tools.base import CallError, Tool
+from jaxrl.envs.tools.base import InvalidCallError, Tool
 from jaxrl.envs.tools.functions import FunctionTool
 from jaxrl.objectives.aggregation import token_weights
 from jaxrl.objectives.losses import ARRAYS as LOSS_ARRAYS
@@ -29,7 +29,7 @@ from jaxrl.utils.callables import (
     format_failure,
     is_dotted_path,
     is_user_code,
-    probe,
+    probe_function,
 )
 from jaxrl.utils.errors import ToolError
 
@@ -55,7 +55,7 @@ def probe_schedule(settings: OptimizerSettings) -> None:
     def compute_rates() -> np.ndarray:
         return np.asarray(jax.jit(partial(jax.lax.map, make_schedule(settings)))(steps))
 
-    probe(
+    probe_function(
         schedule.key,
         schedule.name,
         compute_rates,
@@ -86,7 +86,7 @@ def probe_method(method: Method, max_response_tokens: int) -> None:
             else jax.ShapeDtypeStruct((count,), getattr(columns, name).dtype)
             for name in estimator.arguments
         ]
-        probe(
+        probe_function(
             estimator.key,
             estimator.name,
             partial(jax.eval_shape, estimator),
@@ -107,7 +107,7 @@ def probe_method(method: Method, max_response_tokens: int) -> None:
             else (index % 2).astype(getattr(getattr(columns, name, None), "dtype", np.float32))
             for name in group_filter.arguments
         ]
-        probe(
+        probe_function(
             group_filter.key,
             group_filter.name,
             lambda *arrays: np.asarray(group_filter(*arrays)),
@@ -118,7 +118,7 @@ def probe_method(method: Method, max_response_tokens: int) -> None:
     if loss.aggregation.is_user_code:
         counts = np.arange(method.groups_per_minibatch * method.group_size)
         masks = [np.ones(n, bool) for n in counts % (max_response_tokens + 1)]
-        probe(
+        probe_function(
             loss.aggregation.key,
             loss.aggregation.name,
             token_weights,
@@ -174,7 +174,7 @@ def _probe_loss(function: NamedFunction, *, is_filter: bool) -> None:
         expected = "a bool per token"
     elif function.key == "kl.estimator":
         expected = "a value per token"
-    probe(
+    probe_function(
         function.key,
         function.name,
         partial(jax.eval_shape, function),
@@ -193,7 +193,7 @@ def _probe_loss(function: NamedFunction, *, is_filter: bool) -> None:
         result = function(*arrays)
         return jnp.sum(result.per_token if isinstance(result, PolicyLoss) else result)
 
-    probe(
+    probe_function(
         function.key,
         function.name,
         partial(jax.eval_shape, jax.grad(sum_loss, argnums=argnums)),
@@ -230,7 +230,7 @@ def probe_rewards(c: ResolvedConfig, env: Env, task: Task) -> None:
 def probe_tools(c: ResolvedConfig, tools: Sequence[Tool], engine: Tool | None) -> None:
     """Call each custom tool and the custom search engine on an example argument.
 
-    A tool may reject the example with a `CallError` or `ToolError`.
+    A tool may reject the example with a `InvalidCallError` or `ToolError`.
 
     Raises:
         UserCodeError: A tool raised any other exception, or did not return a string.
@@ -252,14 +252,16 @@ def _probe_tool(key: str, name: str, tool: Tool, example: str) -> None:
     def run_tool() -> Any:
         try:
             return tool.run(example)
-        except (CallError, ToolError) as error:
+        except (InvalidCallError, ToolError) as error:
             return str(error)
         except Exception as error:
             text = f"config.{key} names {name!r}, which failed on the call {example!r}: "
             hint = "; return an error message for calls that it rejects" * (key != "search.engine")
             raise ValueError(f"{text}{format_failure(error)}{hint}.") from error
 
-    probe(key, name, run_tool, expected="text", is_valid=lambda result: isinstance(result, str))
+    probe_function(
+        key, name, run_tool, expected="text", is_valid=lambda result: isinstance(result, str)
+    )
 
 
 def _make_example(schema: Mapping[str, Any]) -> Any:

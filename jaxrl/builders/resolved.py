@@ -37,7 +37,7 @@ from jaxrl.logs.trackers import TRACKERS
 from jaxrl.objectives import advantages, aggregation, filters, kl, losses
 from jaxrl.sampling.interfaces import POLICIES
 from jaxrl.training import optimizer, watch
-from jaxrl.utils.callables import NamedFunction, get_short_name, is_dotted_path, probe
+from jaxrl.utils.callables import NamedFunction, get_short_name, is_dotted_path, probe_function
 
 NO_ENGINE = "none"
 """Value of `search.engine` that disables search."""
@@ -416,7 +416,7 @@ def _resolve_protocol(config: ConfigDict) -> tuple[Callable[[Sequence[str]], Pro
         reject_value(key, name, "a function from names of tools to a protocol")
     section = config.env.search.get(name)
     make = partial(function, **(section.to_dict() if section else {}))
-    protocol: Protocol = probe(
+    protocol: Protocol = probe_function(
         key,
         name,
         make,

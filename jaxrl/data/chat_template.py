@@ -1,4 +1,4 @@
-"""Render chats with a model's chat template, without losing or adding content.
+"""Render chats with a model's chat template, without adding or losing content.
 
 Templates rewrite their input. Some remove the thoughts from earlier messages, so that few-shot
 examples would seem to answer without searching; others add a default system message. Each chat is
@@ -58,7 +58,7 @@ def reads_clock(template: str) -> bool:
     return re.search(r"\bstrftime_now\b", template) is not None
 
 
-def fix_clock(template: str, now: datetime) -> str:
+def freeze_clock(template: str, now: datetime) -> str:
     """Return a chat template in which `strftime_now` always returns `now`.
 
     Templates can only call functions that transformers passes in, so a macro replaces
@@ -80,15 +80,15 @@ def fix_clock(template: str, now: datetime) -> str:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Part of a rendered chat."""
+class ChatPiece:
+    """Piece of a rendered chat."""
 
     text: str
     is_content: bool  # True for message content, False for text that the template writes
 
 
 class ChatTemplate:
-    """Chat template, and the text that it writes around message contents.
+    """Chat template, with the text that it writes around message contents.
 
     Attributes:
         opener: Text that the template writes at the start of the model's message, such as `<think>`
@@ -145,7 +145,7 @@ class ChatTemplate:
         *,
         tags: Collection[str] = (),
         has_default_system: bool = False,
-    ) -> list[Piece]:
+    ) -> list[ChatPiece]:
         """Render a chat up to the start of the model's next message, as a list of pieces.
 
         Contents lose surrounding whitespace if the template strips it, and nothing else. The
@@ -203,7 +203,7 @@ class ChatTemplate:
         # Remove an unwanted default system message.
         if "system" not in roles and not has_default_system:
             start = frame[0]
-            assert isinstance(start, Piece)
+            assert isinstance(start, ChatPiece)
             default_system, replacement = self._default_system
             if default_system and default_system in start.text:
                 self.dropped_system = default_system.removeprefix(replacement)
@@ -307,20 +307,22 @@ class ChatTemplate:
         except Exception:  # the template requires the value
             return True
 
-    def _render_frame(self, shape: Shape, add_generation_prompt: bool) -> tuple[Piece | int, ...]:
-        """Return the pieces that the template writes, with an int in place of each content text."""
+    def _render_frame(
+        self, shape: Shape, add_generation_prompt: bool
+    ) -> tuple[ChatPiece | int, ...]:
+        """Return the pieces that the template writes, with an int for each content text."""
         chat = _fill_shape(shape, _make_markers(shape))
         for index, (_, _, fields) in enumerate(shape):
             if fields:
                 chat[index] |= _mark_strings(json.loads(fields), self._mark_tokens)
         text = self._apply(chat, add_generation_prompt)
-        frame: list[Piece | int] = []
+        frame: list[ChatPiece | int] = []
         start = 0
         for mark in _MARKER.finditer(text):
-            frame.append(Piece(text[start : mark.start()], False))
-            frame.append(int(mark[1]) if mark[1] else Piece(mark[2], True))
+            frame.append(ChatPiece(text[start : mark.start()], False))
+            frame.append(int(mark[1]) if mark[1] else ChatPiece(mark[2], True))
             start = mark.end()
-        return (*frame, Piece(text[start:], False))
+        return (*frame, ChatPiece(text[start:], False))
 
     def _render_role_texts(
         self, *roles: str, add_generation_prompt: bool = False
@@ -340,10 +342,10 @@ class ChatTemplate:
             return None
         numbers = [part for part in frame if isinstance(part, int)]
         is_complete = numbers == [*range(len(_make_markers(shape)))]
-        return [part.text for part in frame if isinstance(part, Piece)] if is_complete else None
+        return [part.text for part in frame if isinstance(part, ChatPiece)] if is_complete else None
 
     def _find_default_system(self, bos: str) -> tuple[str, str]:
-        """Return the start of a chat with a default system message, and its replacement.
+        """Return the start of a chat that has a default system message, and the start without it.
 
         The start is recognized as a system message if the user message after it looks the same as
         after an explicit system message. Both results are "" if the template has no default.
@@ -513,5 +515,7 @@ def _mark_strings(value: Any, mark_tokens: Callable[[str], str]) -> Any:
     return mark_tokens(value) if isinstance(value, str) else value
 
 
-def _fill_frame(frame: Sequence[Piece | int], contents: Sequence[str]) -> list[Piece]:
-    return [part if isinstance(part, Piece) else Piece(contents[part], True) for part in frame]
+def _fill_frame(frame: Sequence[ChatPiece | int], contents: Sequence[str]) -> list[ChatPiece]:
+    return [
+        part if isinstance(part, ChatPiece) else ChatPiece(contents[part], True) for part in frame
+    ]

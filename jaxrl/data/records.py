@@ -126,7 +126,7 @@ _COLUMNS_HINT = "config.tasks.*.columns maps other names, such as {'problem': 'q
 
 
 def _find_prompt_field(fields: dict[str, Any]) -> str:
-    """Return the name of the field that contains the question or the chat."""
+    """Return the name of the field with the question or the chat."""
     names = [name for name in ("question", "messages") if fields.get(name) is not None]
     if not names and fields.get("prompt") is not None:
         return "prompt"
@@ -217,7 +217,7 @@ MAX_DIGITS = 15
 def parse_chat(
     messages: Any, images: Sequence[Picture], folder: Path
 ) -> tuple[list[dict[str, Any]], tuple[Picture, ...]]:
-    """Normalize a chat to text contents with placeholders; return it, its images and videos.
+    """Normalize a chat to text with placeholders; also return its images and videos.
 
     All other non-null fields of a message are kept for the chat template. Tool-call arguments that
     are JSON strings become objects.
@@ -323,7 +323,7 @@ def _normalize_tool_call(call: Any) -> dict[str, Any]:
 
 
 def _parse_part(part: Any, folder: Path) -> tuple[str, Picture | None]:
-    """Convert a content part to text or a placeholder; return it and its image, if any.
+    """Convert a content part to text or a placeholder; also return its image, if any.
 
     Raises:
         ValueError: The part is neither text nor an image or a video.

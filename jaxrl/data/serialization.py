@@ -34,7 +34,7 @@ def serialize_trajectory(trajectory: Trajectory) -> dict[str, Any]:
     """Convert a trajectory to JSON values.
 
     Arrays are encoded as base64 of their little-endian bytes. `RECOMPUTED_FIELDS` are omitted, as
-    are `attachments`, which `Processor.with_images` restores from the images.
+    are `attachments`, which `ImageProcessor.with_images` restores from the images.
     """
     names = [field.name for field in dataclasses.fields(trajectory)]
     omitted = (*RECOMPUTED_FIELDS, "attachments", "token_arrays")  # `token_arrays` is added below
@@ -59,7 +59,7 @@ def serialize_trajectory(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def deserialize_trajectory(saved: Mapping[str, Any]) -> Trajectory:
-    """Restore a trajectory from the output of `serialize_trajectory`. Omitted fields are empty.
+    """Restore a trajectory from the output of `serialize_trajectory`.
 
     Raises:
         UnreadableImageError: An image file is missing or has changed.

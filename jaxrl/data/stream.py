@@ -73,24 +73,24 @@ class Stream(Generic[Item]):
 
     @property
     def epoch_length(self) -> int:
-        """Number of items after which every source has completed an epoch, up to rounding."""
+        """Number of items after which every source has completed an epoch (rounded)."""
         total = sum(self._shares)
         parts = zip(self._sources, self._shares, strict=True)
         return max(math.ceil(len(source.items) * total / share) for source, share in parts)
 
-    def take(self, position: int, count: int) -> list[Item]:
+    def get_items(self, position: int, count: int) -> list[Item]:
         """Return `count` items of the stream, starting at `position`."""
         locations = (locate_item(self._shares, item) for item in range(position, position + count))
         return [self._orders[source][index] for source, index in locations]
 
     def compute_metrics(self, position: int) -> dict[str, float]:
-        """Return each source's epochs and items taken after `position` items of the mixture.
+        """Return the epochs and items taken of each source after `position` items of the mixture.
 
         Returns {} for a single source.
         """
         if len(self._sources) == 1:
             return {}
-        counts = count_taken(self._shares, position)
+        counts = count_items_by_source(self._shares, position)
         metrics: dict[str, float] = {}
         for source, count in zip(self._sources, counts, strict=True):
             metrics[f"tasks/{source.name}/taken"] = count
@@ -98,8 +98,8 @@ class Stream(Generic[Item]):
         return metrics
 
 
-def count_taken(shares: Sequence[int], position: int) -> list[int]:
-    """Count how many of a mixture's first `position` items come from each source.
+def count_items_by_source(shares: Sequence[int], position: int) -> list[int]:
+    """Count the items of each source among a mixture's first `position` items.
 
     The first source gets its share, rounded up. The other sources divide the rest in the same way.
     The first two counts are within 1 of their exact shares; the n-th count is within n - 1.
@@ -118,14 +118,17 @@ def count_taken(shares: Sequence[int], position: int) -> list[int]:
 
 def locate_item(shares: Sequence[int], position: int) -> tuple[int, int]:
     """Return the source of the item at `position` of a mixture, and its index in the source."""
-    before, after = count_taken(shares, position), count_taken(shares, position + 1)
+    before, after = (
+        count_items_by_source(shares, position),
+        count_items_by_source(shares, position + 1),
+    )
     source = next(i for i, (a, b) in enumerate(zip(before, after, strict=True)) if b > a)
     return source, before[source]
 
 
 @dataclass(frozen=True)
 class FixedTasks(Generic[Item]):
-    """Fixed list of tasks with the interface of `Stream`, starting at the stream index `first`."""
+    """Fixed list of tasks with the interface of `Stream`, whose first stream index is `first`."""
 
     tasks: Sequence[Item]
     first: int
@@ -137,7 +140,7 @@ class FixedTasks(Generic[Item]):
 
     epoch_length = num_items
 
-    def take(self, start: int, count: int) -> list[Item]:
+    def get_items(self, start: int, count: int) -> list[Item]:
         """Return the tasks at `count` stream indices, from `start`."""
         return [*self.tasks[start - self.first :][:count]]
 

@@ -437,7 +437,7 @@ def describe_overlap(tasks: Sequence[Task], held_out: Sequence[Task]) -> str:
 
 
 def hash_questions(tasks: Sequence[Task]) -> np.ndarray:
-    """Compute hashes of each task's question, uint64 [N, 2].
+    """Compute two hashes of each task's question, uint64 [N, 2].
 
     A chat with a question in its metadata gets a hash of its messages and a hash of the question.
     For any other task, the two hashes are equal.
@@ -458,7 +458,7 @@ def _hash_task(task: Task) -> tuple[int, int]:
 
 
 def _list_dedup_keys(task: Task) -> list[str]:
-    """Return texts that identify a task. Tasks with the same question share at least one text."""
+    """List texts that identify a task. Tasks with the same question share at least one."""
     if task.question is not None:
         texts = ["question " + normalize_question(task.question)]
     else:

@@ -11,7 +11,7 @@ from typing import Any
 
 import tokenizers
 
-from jaxrl.data.chat_template import ChatTemplate, Piece, fix_clock, mark_token, reads_clock
+from jaxrl.data.chat_template import ChatPiece, ChatTemplate, freeze_clock, mark_token, reads_clock
 from jaxrl.envs.base import Message
 from jaxrl.envs.images import IMAGE_TAG, VIDEO_TAG, VideoTokens
 from jaxrl.utils.concurrency import format_error
@@ -256,7 +256,7 @@ class Tokenizer:
         return self._get_template(tools).render_turn(message)
 
     def render_image(self, num_tokens: int) -> tuple[list[int], str]:
-        """Return the placeholder ids and text of an image or video with `num_tokens` tokens."""
+        """Return the placeholders of an image or video of `num_tokens` tokens, as ids and text."""
         is_video = isinstance(num_tokens, VideoTokens)
         text = self._template.video if is_video else self._template.image
         return self._expand_image_tokens(self.encode(text), [num_tokens]), text
@@ -286,9 +286,9 @@ class Tokenizer:
                 f"the chat template ends the model's messages with {end!r}, which is not an "
                 "end-of-sequence token; add it to config.model.eos_tokens."
             )
-        pieces = [Piece(first.removeprefix(end), False)]
+        pieces = [ChatPiece(first.removeprefix(end), False)]
         for result, text in zip(results, others, strict=True):
-            pieces += [Piece(result, True), Piece(text, False)]
+            pieces += [ChatPiece(result, True), ChatPiece(text, False)]
         ids = self._encode_chat(pieces, self._added_ids)
         counts = [count for result_counts in image_counts for count in result_counts]
         return self._expand_image_tokens(ids, counts), "".join(piece.text for piece in pieces)
@@ -316,7 +316,7 @@ class Tokenizer:
         ]
 
     def _repeat_token(self, id: int, count: int) -> list[int]:
-        """Repeat a placeholder; write the time of each frame if `count` has times (Qwen3-VL)."""
+        """Repeat a placeholder; if `count` has times (Qwen3-VL), insert the time of each frame."""
         times = count.times if isinstance(count, VideoTokens) else ()
         if not times:
             return [id] * count
@@ -341,7 +341,7 @@ class Tokenizer:
         if template is None and self._hf_tokenizer.chat_template:
             template = self._hf_tokenizer.get_chat_template(tools=[*tools] or None)
         if template is not None:
-            template = fix_clock(template, self.now)
+            template = freeze_clock(template, self.now)
         return ChatTemplate(
             lambda messages, add_generation_prompt: self._hf_tokenizer.apply_chat_template(
                 list(messages),
@@ -379,7 +379,7 @@ class Tokenizer:
             self._templates[key] = self._make_template(tools)
         return self._templates[key]
 
-    def _encode_chat(self, pieces: Sequence[Piece], reserved: Container[int]) -> list[int]:
+    def _encode_chat(self, pieces: Sequence[ChatPiece], reserved: Container[int]) -> list[int]:
         """Encode a rendered chat. Reserved tokens in message contents are encoded as plain text."""
         text = "".join(piece.text for piece in pieces)
         is_content = [piece.is_content for piece in pieces for _ in piece.text]
@@ -412,7 +412,7 @@ class Tokenizer:
 
     @property
     def unlisted_end_token(self) -> str:
-        """Added token that the template writes after messages and `eos_ids` lacks; "" if none."""
+        """Added token that the template writes after messages but `eos_ids` lacks; "" if none."""
         ids = self.encode(self._template.message_end.strip())[:1]
         is_unlisted = bool(ids) and ids[0] in self._added_ids and ids[0] not in self.eos_ids
         return self.decode(ids) if is_unlisted else ""

@@ -61,7 +61,7 @@ class CallRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A question record: `question` or `messages`, and all accepted answers.
+    """Question record: `question` or `messages`, and all accepted answers.
 
     The text contains an `<image>` placeholder for each image, in order.
     """
@@ -143,7 +143,7 @@ class ToolResults:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """The environment's reply to one model message.
+    """Reply of the environment to one model message.
 
     The episode ends if `outcome` is set. Otherwise, the model continues after the `observation`, if
     there is one. If there is an `error` without an outcome, the observation is a fallback, and the
@@ -161,7 +161,7 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """One model message and the environment's reply to it."""
+    """Model message and the environment's reply to it."""
 
     text: str
     tool_call: str | None = None
@@ -183,7 +183,7 @@ class Turn:
 
 @dataclass(kw_only=True)
 class Episode:
-    """An episode in progress: one sample of a task, filled in by the rollout."""
+    """Episode in progress: a sample of a task, filled in by the rollout."""
 
     task: Task
     opener: str = ""  # start of the response, written by the chat template
@@ -204,7 +204,7 @@ class Episode:
 
 @dataclass(frozen=True, kw_only=True)
 class Reward:
-    """The environment's score for one episode.
+    """Score of an episode from the environment.
 
     `parts` are unweighted. `RewardCombiner` sets `total`, the weighted sum that training uses, and
     splits it into `turn_totals`, one per turn, and `rest`, for the episode.
@@ -226,7 +226,7 @@ class Reward:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredEpisode:
-    """A finished episode with the environment's reward. `RewardCombiner` fills in `records`."""
+    """Finished episode with the environment's reward. `RewardCombiner` fills in `records`."""
 
     episode: Episode
     reward: Reward

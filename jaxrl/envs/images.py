@@ -25,7 +25,7 @@ class UnreadableImageError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """An encoded image, given as a file path or as bytes."""
+    """Encoded image, given as a file path or as bytes."""
 
     tag: ClassVar[str] = IMAGE_TAG
 
@@ -52,13 +52,13 @@ class Picture:
 
     @property
     def files(self) -> tuple[Picture, ...]:
-        """Encoded files that it consists of."""
+        """Encoded files of the image: the image itself."""
         return (self,)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Video(Picture):
-    """A video, given as a file path, as the bytes of a file, or as frames.
+    """Video, given as a file path, as the bytes of a file, or as frames.
 
     Attributes:
         frames: Images of equal size in temporal order; () for a file.
@@ -127,7 +127,7 @@ class TextWithImages(str):
         return instance
 
 
-def attached_images(text: str) -> tuple[Picture, ...]:
+def get_attached_images(text: str) -> tuple[Picture, ...]:
     """Return the images of a `TextWithImages`; () for other text."""
     return text.images if isinstance(text, TextWithImages) else ()
 
@@ -234,7 +234,7 @@ def parse_videos(values: Any, folder: Path) -> tuple[Video, ...]:
 
 
 def has_content(value: Any) -> bool:
-    """Return False for a missing or empty value of a field."""
+    """Return True unless the value of a field is missing or empty."""
     return isinstance(value, np.ndarray) or bool(value)
 
 

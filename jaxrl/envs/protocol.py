@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from jaxrl.envs.base import Observation, ToolResults
-from jaxrl.envs.images import attached_images
+from jaxrl.envs.images import get_attached_images
 from jaxrl.envs.rewards.qa import exact_match
 from jaxrl.envs.rewards.rules import (
     compute_bapo_correctness,
@@ -32,8 +32,8 @@ from jaxrl.envs.rewards.rules import (
     is_refusal,
 )
 from jaxrl.envs.rewards.search_r1 import (
-    check_answer_correctness,
-    check_format_correctness,
+    compute_search_r1_reward,
+    follows_search_r1_format,
     is_close_answer,
     remove_think_blocks,
 )
@@ -41,7 +41,7 @@ from jaxrl.envs.rewards.search_r1 import (
 
 @dataclass(frozen=True, kw_only=True)
 class ParsedCall:
-    """A parsed tool call, with plain text or JSON arguments. The tool may not exist."""
+    """Parsed tool call with text or JSON arguments. The tool may not exist."""
 
     tool: str
     arguments: str | Mapping[str, Any]
@@ -49,7 +49,7 @@ class ParsedCall:
 
 @dataclass(frozen=True, kw_only=True)
 class MalformedCall:
-    """A call that cannot be parsed."""
+    """Call that cannot be parsed."""
 
     reason: str
 
@@ -125,7 +125,7 @@ class Protocol:
 
     def render_results(self, results: Sequence[str]) -> Observation | ToolResults:
         """Render the results of a turn's calls. Tag protocols allow only one result."""
-        images = tuple(map(attached_images, results))
+        images = tuple(map(get_attached_images, results))
         if self.in_template:
             shown = images if any(images) else ()
             return ToolResults(bodies=tuple(map(self.sanitize, results)), images=shown)
@@ -143,7 +143,7 @@ def parse_tags(turn: str, tools: Sequence[str]) -> ParsedTurn:
     return ParsedTurn(calls=() if query is None else (ParsedCall(tool=tool, arguments=query),))
 
 
-def mask_calls(text: str) -> str:
+def mask_call_arguments(text: str) -> str:
     """Hide tags inside the JSON of calls without changing the length of the text.
 
     In a JSON object that follows `<tool_call>`, `<` becomes `‹`. Text that is not valid JSON is
@@ -173,7 +173,7 @@ def parse_tool_calls(turn: str, tools: Sequence[str] = ()) -> ParsedTurn:
     Each `<tool_call>` must contain a JSON object with a name and an object of arguments. Any other
     or unclosed call becomes a `MalformedCall`. A turn without calls ends the episode.
     """
-    masked = mask_calls(turn)
+    masked = mask_call_arguments(turn)
     begin, end = _find_visible_span(masked)
     calls: list[ParsedCall | MalformedCall] = []
     start = masked.find("<tool_call>", begin, end)
@@ -211,11 +211,11 @@ def _reject_constant(name: str) -> Any:
 
 
 def strip_thoughts(text: str) -> str:
-    """Return a response without its thoughts, masked by `mask_calls`.
+    """Return a response without its thoughts, masked by `mask_call_arguments`.
 
     An unclosed `<think>` extends through the next `</tool_response>`, or to the end.
     """
-    rest = mask_calls(text).rpartition("</think>")[2]
+    rest = mask_call_arguments(text).rpartition("</think>")[2]
     return _UNCLOSED_THOUGHT.sub("", rest)
 
 
@@ -238,7 +238,7 @@ def follows_qwen_format(text: str) -> bool:
     Args:
         text: Response, including tool results as rendered by the chat template.
     """
-    text = remove_think_blocks(mask_calls(text))
+    text = remove_think_blocks(mask_call_arguments(text))
     tags = "".join(_LETTERS[tag] for tag in _CALL_TAGS.findall(text))
     if not (text.endswith("</answer>") and re.fullmatch(r"(?:(?:cC)+(?:rR)+)*aA", tags)):
         return False
@@ -281,7 +281,7 @@ def _compute_answer_reward(response: str, answers: Sequence[str], **amounts: flo
     if is_abstention(response):
         return 0.0
     answer = extract_last_answer(response)
-    return max(check_answer_correctness(answer, truth, **amounts) for truth in answers)
+    return max(compute_search_r1_reward(answer, truth, **amounts) for truth in answers)
 
 
 def search_r1(
@@ -304,7 +304,7 @@ def search_r1(
         not_found: Reward for the answer `search_r1.NOT_FOUND`.
     """
     tools = ("search", *tools)
-    is_well_formed = partial(check_format_correctness, tools=tools)
+    is_well_formed = partial(follows_search_r1_format, tools=tools)
 
     def is_correct(response: str, answers: Sequence[str]) -> bool:
         answer = extract_last_answer(response)

@@ -22,7 +22,7 @@ from jaxrl.envs.base import (
 )
 from jaxrl.envs.protocol import MalformedCall, ParsedCall, Protocol, search_r1
 from jaxrl.envs.rewards.qa import exact_match, f1
-from jaxrl.envs.tools.base import CallError, Tool, build_chat_schema
+from jaxrl.envs.tools.base import InvalidCallError, Tool, build_chat_schema
 from jaxrl.envs.tools.budget import Budget, get_call_records
 from jaxrl.utils.concurrency import parallel_map
 
@@ -149,7 +149,7 @@ class SearchEnv(Env):
             return _Call(result=f"error: there is no tool '{parsed_call.tool[:100]}', only {names}")
         try:
             text = tool.encode_call(parsed_call.arguments)
-        except CallError as error:
+        except InvalidCallError as error:
             return _Call(result=f"error: {error}")
         except ToolError as error:
             return _Call(result=error)
@@ -227,7 +227,7 @@ def _run_calls(calls: list[_Call]) -> None:
     """Run the calls of one tool as a batch and store their results."""
     tool = calls[0].tool
     assert tool is not None
-    answers = tool.answer_all([call.text for call in calls])
+    answers = tool.run_and_record([call.text for call in calls])
     for call, answer in zip(calls, answers, strict=True):
         call.result, call.record = answer.result, answer.record
 

@@ -17,7 +17,7 @@ from jaxrl.data.records import parse_demonstration
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import ToolResults
 from jaxrl.envs.images import Picture, UnreadableImageError
-from jaxrl.envs.protocol import SEARCH_R1, Protocol, mask_calls
+from jaxrl.envs.protocol import SEARCH_R1, Protocol, mask_call_arguments
 from jaxrl.sampling.contexts import ContextRule, TurnIds
 from jaxrl.sampling.episodes import TokenLimits
 from jaxrl.sampling.interfaces import ImageProcessor
@@ -301,7 +301,10 @@ def _strip_opener(opener: str, message: dict[str, Any], location: str) -> dict[s
         return message
     if content.lstrip().startswith(prefix):
         return {**message, "content": content.lstrip().removeprefix(prefix).lstrip()}
-    if prefix.endswith("<think>") and "</think>" not in mask_calls(content).partition("<think>")[0]:
+    if (
+        prefix.endswith("<think>")
+        and "</think>" not in mask_call_arguments(content).partition("<think>")[0]
+    ):
         raise ValueError(
             f"{location}: the model's chat template begins every answer with {opener!r}, but "
             f"{content[:40]!r} does not start with it or close the thought. Start the first "

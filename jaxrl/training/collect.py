@@ -188,7 +188,7 @@ def collect(
     accepted, sampled_stats = list(buffered_groups), list[GroupStats]()
     num_batches = num_resampled = num_generated = 0
     sampler.unfinished = [
-        Draw(task=stream.take(at, 1)[0], stream_index=at) for at in in_flight_tasks
+        Draw(task=stream.get_items(at, 1)[0], stream_index=at) for at in in_flight_tasks
     ]
     # Resample groups without a positive reward; in the early stage, only if configured.
     should_resample = controllers.is_late or settings.resample_early
@@ -266,7 +266,7 @@ def draw_tasks(
     draws: list[Draw] = []
     num_skipped = 0  # consecutive
     while len(draws) < count:
-        [task] = stream.take(num_tasks_taken, 1)
+        [task] = stream.get_items(num_tasks_taken, 1)
         if skipped is not None and task.id in skipped:
             num_skipped += 1
             if num_skipped > 2 * stream.epoch_length:

@@ -22,7 +22,7 @@ class UserCodeError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class NamedFunction:
-    """A function named by a config key, with its settings.
+    """Function named by a config key, with its settings.
 
     Attributes:
         key: Full key that holds the name, such as `loss.name`.
@@ -128,7 +128,7 @@ def wrap_user_code(key: str, name: str, function: Callable[..., Any]) -> Callabl
     return wrapped
 
 
-def probe(
+def probe_function(
     key: str,
     name: str,
     function: Callable[..., Any],

@@ -49,8 +49,8 @@ def format_error_report(error: BaseException) -> str:
     return redact("\n".join([report, *frames]))
 
 
-def _run(future: Future[Any], work: Callable[[], Any]) -> None:
-    """Run `work` unless the future is canceled; set the future's result or exception."""
+def _run_and_set_result(future: Future[Any], work: Callable[[], Any]) -> None:
+    """Run `work` and set the future's result or exception, unless the future is canceled."""
     if not future.set_running_or_notify_cancel():  # from here on, it cannot be canceled
         return
     try:
@@ -65,7 +65,9 @@ def run_in_thread(work: Callable[[], Result]) -> Future[Result]:
     Unlike an executor's thread, a hanging daemon thread does not delay the interpreter's exit.
     """
     future: Future[Result] = Future()
-    threading.Thread(target=_run, args=(future, work), daemon=True, name="env").start()
+    threading.Thread(
+        target=_run_and_set_result, args=(future, work), daemon=True, name="env"
+    ).start()
     return future
 
 
@@ -89,7 +91,7 @@ class ThreadPool:
 
         def run() -> None:
             while call := calls.get():
-                _run(*call)
+                _run_and_set_result(*call)
                 with self._lock:
                     if self._is_closed:
                         return
@@ -114,10 +116,10 @@ def parallel_map(
 ) -> list[Result]:
     """Map `work` over items in daemon threads; return the results in order."""
     calls = [partial(work, item) for item in items]
-    return [future.result() for future in start_all(calls, max_threads=max_threads)]
+    return [future.result() for future in start_calls(calls, max_threads=max_threads)]
 
 
-def start_all(calls: Sequence[Callable[[], Result]], *, max_threads: int) -> list[Future[Result]]:
+def start_calls(calls: Sequence[Callable[[], Result]], *, max_threads: int) -> list[Future[Result]]:
     """Start calls in daemon threads and return their futures.
 
     Calls canceled before they start are skipped. A call that hangs blocks only one thread.
@@ -131,7 +133,7 @@ def start_all(calls: Sequence[Callable[[], Result]], *, max_threads: int) -> lis
         with contextlib.suppress(queue.Empty):
             while True:
                 index = pending.get_nowait()
-                _run(futures[index], calls[index])
+                _run_and_set_result(futures[index], calls[index])
 
     for _ in range(min(len(calls), max_threads)):
         threading.Thread(target=run, daemon=True, name="env").start()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class ToolError(Exception):
-    """Failure of a tool that is not the model's fault, so it never becomes a reward.
+    """Tool failure that the model did not cause, so that it never becomes a reward.
 
     Attributes:
         retry_after_s: Seconds that the server asked to wait, or None.

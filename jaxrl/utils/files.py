@@ -159,7 +159,7 @@ def atomic_folder(path: Path, *, marker: str, is_writer: bool = True) -> Iterato
 
 
 def begin_replacing(folder: Path) -> None:
-    """Rename an existing folder to `<name>.replaced`, until `recover` removes or restores it."""
+    """Rename an existing folder to `<name>.replaced`, which `recover` removes or restores."""
     if folder.exists():
         folder.rename(_get_sibling_path(folder, "replaced"))
 

@@ -235,7 +235,7 @@ def fix_surrogates(text: str) -> str:
 
 
 def _parse_retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds that a server asks to wait, clipped; None if it does not ask.
+    """Return the wait in seconds, clipped, that a server's headers request; None if they do not.
 
     Parses Retry-After (RFC 9110, 10.2.3), or the quotas in `X-RateLimit-Remaining` and
     `X-RateLimit-Reset`, which in Brave's API have one number per window.

@@ -106,7 +106,7 @@ class CircuitBreaker:
         return 0.0 if self.rejects_all else self._patience_s - self.get_outage_s(now)
 
     def get_cooldown_s(self, now: float) -> float:
-        """Return the number of seconds for which no call is admitted."""
+        """Return the number of seconds until a call may start."""
         return max(self._open_until - now, 0.0) if self._is_open else 0.0
 
     @property

@@ -153,17 +153,17 @@ def test_an_empty_or_missing_file_is_refused(file):
 @pytest.mark.parametrize(("size", "seed", "epochs"), [(1, 0, 3), (2, 7, 3), (30, 1, 2)])
 def test_an_epoch_has_each_item_once(size, seed, epochs):
     stream = Stream(range(size), seed=seed)
-    taken = stream.take(0, size * epochs)
+    taken = stream.get_items(0, size * epochs)
     for epoch in range(epochs):
         assert sorted(taken[epoch * size : (epoch + 1) * size]) == list(range(size))
 
 
 @pytest.mark.parametrize(("position", "counts"), [(0, [3, 0, 4, 9]), (5, [2, 2, 10]), (50, [1])])
 def test_the_order_depends_on_the_position_alone(position, counts):
-    whole = Stream(range(7), seed=3).take(position, sum(counts))
+    whole = Stream(range(7), seed=3).get_items(position, sum(counts))
     parts, start = [], position
     for count in counts:
-        parts += Stream(range(7), seed=3).take(start, count)
+        parts += Stream(range(7), seed=3).get_items(start, count)
         start += count
     assert parts == whole
 

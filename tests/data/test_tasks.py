@@ -24,7 +24,7 @@ from jaxrl.builders.resolved import resolve_names
 from jaxrl.builders.validation import validate
 from jaxrl.config import default_config
 from jaxrl.data import tasks as tasks_module
-from jaxrl.data.stream import Mixture, Source, Stream, count_taken, locate_item
+from jaxrl.data.stream import Mixture, Source, Stream, count_items_by_source, locate_item
 from jaxrl.data.tasks import (
     TaskSource,
     describe_overlap,
@@ -516,7 +516,7 @@ class TestLargeSources:
         parsed = []
         read = tasks._reader.read
         tasks._reader.read = lambda indices: parsed.extend(indices) or read(indices)
-        Stream(tasks, seed=0).take(3, 4)
+        Stream(tasks, seed=0).get_items(3, 4)
         assert len(parsed) == 4
         few = tasks.select(np.arange(25) % 5 == 0)
         assert [task.id for task in few] == ["q0", "q5", "q10", "q15", "q20"]
@@ -540,14 +540,14 @@ class TestMixtures:
             assert own == list(range(len(own)))
             # Each of the shares before it may round.
             assert abs(len(own) - count * share / sum(shares)) <= source + 1
-        assert count_taken(shares, count) == [
+        assert count_items_by_source(shares, count) == [
             [n for n, _ in drawn].count(i) for i in range(len(shares))
         ]
 
     def test_two_to_one_by_hand(self):
         mixture = Mixture([Source(items="abc", weight=2.0), Source(items=range(2), weight=1)])
         # Of every three draws two are of the first source, of every six all three twice.
-        first = Stream(mixture, seed=0).take(0, 12)
+        first = Stream(mixture, seed=0).get_items(0, 12)
         kinds = ["text" if isinstance(item, str) else "number" for item in first]
         assert kinds == ["text", "text", "number"] * 4
         texts = [item for item in first if isinstance(item, str)]
@@ -557,8 +557,8 @@ class TestMixtures:
     def test_the_first_source_keeps_its_order_whatever_is_mixed_in(self):
         first, second = list(range(50)), list(range(100, 130))
         mixture = Mixture([Source(items=first), Source(items=second, weight=0.5)])
-        drawn = [item for item in Stream(mixture, seed=4).take(0, 90) if item < 100]
-        assert drawn == Stream(first, seed=4).take(0, 60)
+        drawn = [item for item in Stream(mixture, seed=4).get_items(0, 90) if item < 100]
+        assert drawn == Stream(first, seed=4).get_items(0, 60)
 
     @settings(max_examples=5, deadline=None)
     @given(counts=st.lists(st.integers(0, 7), max_size=8), weight=st.floats(0.1, 10))
@@ -569,9 +569,9 @@ class TestMixtures:
         )
         at, drawn = 0, []
         for count in counts:
-            drawn += Stream(mixture, seed=1).take(at, count)
+            drawn += Stream(mixture, seed=1).get_items(at, count)
             at += count
-        assert drawn == Stream(mixture, seed=1).take(0, at)
+        assert drawn == Stream(mixture, seed=1).get_items(0, at)
 
     def test_epochs_are_each_sources_own(self):
         mixture = Mixture(
@@ -709,7 +709,7 @@ def test_a_run_trains_on_a_mixture_of_every_format(tiny_world, tmp_path, monkeyp
     others = ("verl", "hf", "tfds", "own", "chain_sum")
     assert counts == {"csv": 10, **dict.fromkeys(others, 1)}
     stream = Stream(parts.tasks, seed=config.seed)
-    assert [task.id for task in stream.take(0, 15)] == drawn
+    assert [task.id for task in stream.get_items(0, 15)] == drawn
     last = records(tmp_path / "run")[-1]
     assert (last["tasks/csv/taken"], last["tasks/own/taken"]) == (10, 1)
     assert last["tasks/chain_sum/epochs"] == 1 / 5
@@ -765,7 +765,7 @@ def test_any_stretch_of_the_stream_follows_the_weights(
     config = write_environments(folder, dict(zip(names, counts, strict=True)), weights)
     tasks, held_out = open_all_tasks(resolve_names(config), print)
     stream = Stream(tasks, seed=3)
-    drawn = stream.take(start, length)
+    drawn = stream.get_items(start, length)
     num_sources = sum(map(len, counts))
     for name in names:
         share = weights[name] / sum(weights.values())
@@ -773,8 +773,8 @@ def test_any_stretch_of_the_stream_follows_the_weights(
         # The counts up to each end are within the number of sources.
         assert abs(count - share * length) <= 2 * num_sources
     # The position decides each draw.
-    assert stream.take(start + length // 2, 1) == drawn[length // 2 : length // 2 + 1]
-    assert Stream(tasks, seed=3).take(start, length) == drawn
+    assert stream.get_items(start + length // 2, 1) == drawn[length // 2 : length // 2 + 1]
+    assert Stream(tasks, seed=3).get_items(start, length) == drawn
     # Files with the same ids do not collide, and no environment has another's tasks.
     assert len({task.id for task in tasks}) == len(tasks)
     assert all(task.id.startswith(f"{task.environment}/") for task in (*tasks, *held_out))
@@ -787,7 +787,7 @@ def test_the_first_draws_of_two_environments_by_hand(tmp_path):
     tasks, _ = open_all_tasks(resolve_names(config), print)
     stream = Stream(tasks, seed=0)
     # Of the first n draws, ceil(0.7 n) are of the first environment.
-    first = [task.environment for task in stream.take(0, 10)]
+    first = [task.environment for task in stream.get_items(0, 10)]
     assert [first[:n].count("search") for n in range(1, 11)] == [1, 2, 3, 3, 4, 5, 5, 6, 7, 7]
     assert stream.compute_metrics(10) == {
         "tasks/search/taken": 7, "tasks/search/epochs": 7 / 50,

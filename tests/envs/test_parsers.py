@@ -27,7 +27,7 @@ from jaxrl.envs.rewards.rules import (
     follows_bapo_format,
     is_abstention,
 )
-from jaxrl.envs.rewards.search_r1 import check_format_correctness
+from jaxrl.envs.rewards.search_r1 import follows_search_r1_format
 
 TOOLS = ("search", "python")
 QWEN = qwen(TOOLS)
@@ -286,7 +286,7 @@ PARSERS = {
     "tool_calls": parse_tool_calls,
     "qwen_format": follows_qwen_format,
     "qwen_abstention": QWEN.is_abstention,
-    "search_r1_format": check_format_correctness,
+    "search_r1_format": follows_search_r1_format,
     "bapo_format": follows_bapo_format,
     "is_abstention": is_abstention,
     "last_boxed": extract_last_boxed,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from configs import debug_tiny
 from jaxrl.builders.validation import validate
 from jaxrl.envs.base import ToolError
-from jaxrl.envs.search.base import Document, Hit, HitReader
+from jaxrl.envs.search.base import Document, Hit, HitParser
 from jaxrl.extras.web_search.engine import PROVIDERS, WebSearch
 from tests.servers import Reply, served
 
@@ -180,7 +180,7 @@ inner = scalars | results | st.lists(results | scalars, max_size=2)
 )
 def test_any_response_is_hits_or_an_error(answer, provider):
     try:
-        hits = PROVIDERS[provider].parse_response(answer, HitReader("server", print))
+        hits = PROVIDERS[provider].parse_response(answer, HitParser("server", print))
     except ValueError:
         return
     for hit in hits:

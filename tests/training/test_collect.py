@@ -282,7 +282,7 @@ def test_draws_go_on_while_anything_is_left(num_solved, count):
     solved = SkipSet({f"q{i}": 0.0 for i in range(num_solved)})
     draws, num_tasks_taken = draw_tasks(stream, 0, count, solved)
     assert len(draws) == count
-    passed = [task.id for task in stream.take(0, num_tasks_taken)]
+    passed = [task.id for task in stream.get_items(0, num_tasks_taken)]
     assert [draw_tasks.task.id for draw_tasks in draws] == [
         name for name in passed if name not in solved
     ]

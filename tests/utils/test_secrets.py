@@ -8,7 +8,7 @@ import urllib.parse
 import pytest
 
 from jaxrl.envs.base import OutageError, ToolError
-from jaxrl.envs.images import Picture, TextWithImages, attached_images
+from jaxrl.envs.images import Picture, TextWithImages, get_attached_images
 from jaxrl.envs.search.http_retriever import HttpRetriever
 from jaxrl.envs.search.recording import Recording
 from jaxrl.envs.search.resilient import ResilientSearch, RetryConfig
@@ -106,7 +106,7 @@ def test_answers_and_errors_of_a_tool_are_redacted():
         "see ***",
     ]
     assert results[2].status == 403
-    assert attached_images(results[4]) == (Picture(data=b"x"),)
+    assert get_attached_images(results[4]) == (Picture(data=b"x"),)
     assert run_as_batch(Leaky(), ["say", "say"]) == ["with ***"] * 2
 
 

@@ -27,7 +27,7 @@ def open_jsonl(source: str, config_key: str) -> Reader:
 
 
 class _JsonlReader(Reader):
-    """Reader for a JSONL file. An initial pass finds the byte offset of each record."""
+    """Reader for a JSONL file, with the byte offset of each record from an initial pass."""
 
     def __init__(self, path: Path, config_key: str):
         self._source = UnchangedFile(path)

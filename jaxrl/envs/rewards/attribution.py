@@ -77,7 +77,7 @@ def get_search_results(turn: Turn) -> list[tuple[str, str]]:
 
 
 def shows_answer(turn: Turn, answers: Sequence[str]) -> bool:
-    """Return True if a result contains an accepted answer whose words are not all in the query."""
+    """Return True if a result contains an accepted answer that is not entirely in the query."""
     for query, result in get_search_results(turn):
         if not split_documents(result):
             continue

@@ -13,7 +13,7 @@ from numbers import Real
 from typing import Any, Protocol
 
 from jaxrl.envs.base import CallRecord, OutageError, Reward, ScoredEpisode, Task
-from jaxrl.utils.concurrency import DeadlineError, parallel_map, start_all, start_event_loop
+from jaxrl.utils.concurrency import DeadlineError, parallel_map, start_calls, start_event_loop
 
 MAX_THREADS = 32
 """Maximum number of threads that call sync functions."""
@@ -25,7 +25,7 @@ _RESPONSE_TIMEOUT_S = 1.0  # how long an event loop may take to respond
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartResult:
+class RewardPartResult:
     """Result of a reward part for one episode.
 
     Attributes:
@@ -40,32 +40,32 @@ class PartResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartCall:
-    """One call of a reward part.
+class RewardPartCall:
+    """Call of a reward part.
 
     Attributes:
         members: Indices of the call's episodes in their group.
         invoke: Function that runs the call; returns a coroutine if the part is async.
-        parse: Function that converts the result to one `PartResult` per episode. It may raise.
+        parse: Function that converts the result to one `RewardPartResult` per episode, or raises.
         records: Function that returns, after the call, the records of tool calls with a price. They
             are attributed to the first episode.
     """
 
     members: tuple[int, ...]
     invoke: Callable[[], Any]
-    parse: Callable[[Any], list[PartResult]]
+    parse: Callable[[Any], list[RewardPartResult]]
     records: Callable[[], Sequence[CallRecord]] = tuple
 
 
 class RewardPart(Protocol):
-    """A reward part that does not come from the environment."""
+    """Reward part that does not come from the environment."""
 
     @property
     def is_async(self) -> bool:
         """True if calls return coroutines."""
         ...
 
-    def requests(self, group: Sequence[ScoredEpisode]) -> list[PartCall]:
+    def requests(self, group: Sequence[ScoredEpisode]) -> list[RewardPartCall]:
         """Return the calls for one task's episodes. Each episode is in exactly one call."""
         ...
 
@@ -80,14 +80,16 @@ class AnswerPart(ABC):
     is_async = False
 
     @abstractmethod
-    def measure(self, sample: ScoredEpisode) -> PartResult:
+    def score_answer(self, sample: ScoredEpisode) -> RewardPartResult:
         """Score the final answer of an episode."""
 
-    def requests(self, group: Sequence[ScoredEpisode]) -> list[PartCall]:
+    def requests(self, group: Sequence[ScoredEpisode]) -> list[RewardPartCall]:
         """Return one scoring call per episode."""
         return [
-            PartCall(
-                members=(index,), invoke=partial(self.measure, sample), parse=lambda value: [value]
+            RewardPartCall(
+                members=(index,),
+                invoke=partial(self.score_answer, sample),
+                parse=lambda value: [value],
             )
             for index, sample in enumerate(group)
         ]
@@ -98,7 +100,7 @@ class AnswerPart(ABC):
 
 
 def to_number(name: str, value: Any) -> float:
-    """Convert the value of a part to a float. It may be a finite number or a scalar array.
+    """Convert the value of a part, a finite number or scalar array, to a float.
 
     Raises:
         ValueError: The value is not a finite number.
@@ -124,7 +126,7 @@ class EventLoop:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def replace_if_blocked(self) -> None:
-        """Abandon the loop if a coroutine blocks it; the next `submit` starts a new loop."""
+        """Abandon the loop if a coroutine blocks it; the next `submit` starts another."""
         if wait([self.submit(asyncio.sleep(0))], timeout=_RESPONSE_TIMEOUT_S).not_done:
             self._loop = None
 
@@ -135,7 +137,7 @@ class _GroupCall:
 
     part: str
     group: int
-    call: PartCall
+    call: RewardPartCall
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +162,7 @@ class RewardCombiner:
     def __call__(
         self, groups: Sequence[Sequence[ScoredEpisode]]
     ) -> list[list[Reward | BaseException]]:
-        """Return the reward of each episode, including its total, or the exception raised instead.
+        """Return the reward of each episode, including its total, or an exception.
 
         Also set the `records` of the episodes.
 
@@ -184,7 +186,7 @@ class RewardCombiner:
             for member in failed.call.members
             for call in self.custom_parts[failed.part].requests([groups[failed.group][member]])
         ]
-        results: list[list[dict[str, PartResult | BaseException]]]
+        results: list[list[dict[str, RewardPartResult | BaseException]]]
         results = [[{} for _ in group] for group in groups]
         for group_call, outcome in zip(
             [*calls, *retries], [*outcomes, *self._run_calls(retries)], strict=True
@@ -218,14 +220,16 @@ class RewardCombiner:
                     "config.reward.settings."
                 )
 
-    def _run_calls(self, calls: Sequence[_GroupCall]) -> list[list[PartResult] | BaseException]:
+    def _run_calls(
+        self, calls: Sequence[_GroupCall]
+    ) -> list[list[RewardPartResult] | BaseException]:
         """Run async calls in the event loop, and all other calls in threads."""
         are_async = [self.custom_parts[call.part].is_async for call in calls]
         plain = [
             c.call.invoke for c, is_async in zip(calls, are_async, strict=True) if not is_async
         ]
         if self.deadline_s:
-            sync_futures = iter(start_all(plain, max_threads=MAX_THREADS))
+            sync_futures = iter(start_calls(plain, max_threads=MAX_THREADS))
         else:
             sync_futures = iter(list(map(_run_now, plain)))
         futures = [
@@ -238,7 +242,7 @@ class RewardCombiner:
 
     def _get_result(
         self, call: _GroupCall, future: Future[Any]
-    ) -> list[PartResult] | BaseException:
+    ) -> list[RewardPartResult] | BaseException:
         try:
             if not future.done():
                 future.cancel()
@@ -256,7 +260,7 @@ class RewardCombiner:
             return error
 
     def _combine(
-        self, episode: ScoredEpisode, results: Mapping[str, PartResult | BaseException]
+        self, episode: ScoredEpisode, results: Mapping[str, RewardPartResult | BaseException]
     ) -> Reward | BaseException:
         """Return the reward with all parts and its total, or the first error of a part."""
         try:
@@ -301,7 +305,7 @@ class RewardCombiner:
         )
 
     def _collect_parts(
-        self, episode: ScoredEpisode, results: Mapping[str, PartResult | BaseException]
+        self, episode: ScoredEpisode, results: Mapping[str, RewardPartResult | BaseException]
     ) -> tuple[dict[str, float], dict[str, Sequence[float]]]:
         """Collect the value of each part, and the values of per-turn parts.
 
@@ -367,7 +371,7 @@ def _run_now(invoke: Callable[[], Any]) -> Future[Any]:
     return future
 
 
-async def _await_call(call: PartCall) -> Any:
+async def _await_call(call: RewardPartCall) -> Any:
     return await call.invoke()  # in the loop's thread, which owns the clients
 
 

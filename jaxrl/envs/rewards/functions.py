@@ -17,7 +17,7 @@ from numbers import Real
 from typing import Any
 
 from jaxrl.envs.base import Episode, Message, Reward, ScoredEpisode, Task
-from jaxrl.envs.rewards.combiner import PartCall, PartResult, to_number
+from jaxrl.envs.rewards.combiner import RewardPartCall, RewardPartResult, to_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,15 +28,15 @@ class CallingConvention:
         label: Signature for error messages.
         arguments: Function that returns the members and available arguments of each call for a
             group.
-        parse: Function that converts a part's name, result and episodes to one `PartResult` per
-            episode.
+        parse: Function that converts a part's name, result and episodes to one `RewardPartResult`
+            per episode.
     """
 
     label: str
     arguments: Callable[
         [Sequence[ScoredEpisode], bool], list[tuple[tuple[int, ...], dict[str, Any]]]
     ]
-    parse: Callable[[str, Any, Sequence[ScoredEpisode]], list[PartResult]]
+    parse: Callable[[str, Any, Sequence[ScoredEpisode]], list[RewardPartResult]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class RewardFunction:
         inner = getattr(self.function, "__call__", None)  # noqa: B004, for callable objects
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(inner)
 
-    def requests(self, group: Sequence[ScoredEpisode]) -> list[PartCall]:
+    def requests(self, group: Sequence[ScoredEpisode]) -> list[RewardPartCall]:
         """Return one call per episode, or one for the group, depending on the convention."""
         parameters = inspect.signature(self.function).parameters
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -77,7 +77,7 @@ class RewardFunction:
             }
             invoke = partial(self.function, **accepted, **self.settings)
             parse = partial(self._parse, [group[i] for i in members])
-            calls.append(PartCall(members=members, invoke=invoke, parse=parse))
+            calls.append(RewardPartCall(members=members, invoke=invoke, parse=parse))
         return calls
 
     def missing_fields(self, task: Task) -> list[str]:
@@ -92,7 +92,7 @@ class RewardFunction:
             if p.kind in kinds and p.default is p.empty and p.name not in known
         ]
 
-    def _parse(self, episodes: Sequence[ScoredEpisode], result: Any) -> list[PartResult]:
+    def _parse(self, episodes: Sequence[ScoredEpisode], result: Any) -> list[RewardPartResult]:
         return self.convention.parse(self.name, result, episodes)
 
 
@@ -144,7 +144,7 @@ def build_reward_part(
 
 
 def detect_convention(function: Callable[..., Any]) -> CallingConvention | None:
-    """Detect the calling convention by the parameter names; return None if there is no match."""
+    """Detect the calling convention from parameter names; return None if none matches."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.POSITIONAL_ONLY and p.default is p.empty for p in parameters):
         return None
@@ -178,11 +178,13 @@ def _to_list(name: str, result: Any, count: int, what: str) -> list[Any]:
     return values
 
 
-def _parse_turns(name: str, result: Any, episodes: Sequence[ScoredEpisode]) -> list[PartResult]:
+def _parse_turns(
+    name: str, result: Any, episodes: Sequence[ScoredEpisode]
+) -> list[RewardPartResult]:
     [item] = episodes
     values = _to_list(name, result, len(item.episode.turns), "turns")
     turn_scores = tuple(to_number(name, value) for value in values)
-    return [PartResult(score=math.fsum(turn_scores), turns=turn_scores)]
+    return [RewardPartResult(score=math.fsum(turn_scores), turns=turn_scores)]
 
 
 def get_ground_truth(task: Task, answer_is_text: bool) -> Any:
@@ -212,9 +214,9 @@ def _make_verl_arguments(group: Sequence[ScoredEpisode], answer_is_text: bool) -
     return _make_call_per_episode(group, make_arguments)
 
 
-def _parse_verl(name: str, result: Any, _: Sequence[ScoredEpisode]) -> list[PartResult]:
+def _parse_verl(name: str, result: Any, _: Sequence[ScoredEpisode]) -> list[RewardPartResult]:
     if not isinstance(result, Mapping):
-        return [PartResult(score=to_number(name, result))]
+        return [RewardPartResult(score=to_number(name, result))]
     if "score" not in result:
         raise ValueError(
             f"the reward part {name!r} returned the keys {', '.join(map(repr, result)) or 'none'}; "
@@ -226,7 +228,7 @@ def _parse_verl(name: str, result: Any, _: Sequence[ScoredEpisode]) -> list[Part
         is_scalar = getattr(value, "shape", ()) == () and callable(getattr(value, "item", None))
         if key != "score" and isinstance(value.item() if is_scalar else value, Real):
             others[str(key)] = to_number(f"{name}/{key}", value)
-    return [PartResult(score=to_number(name, result["score"]), others=others)]
+    return [RewardPartResult(score=to_number(name, result["score"]), others=others)]
 
 
 def _make_trl_arguments(group: Sequence[ScoredEpisode], _: bool) -> Arguments:
@@ -261,9 +263,11 @@ def build_completion_messages(item: ScoredEpisode) -> list[Message]:
     return messages
 
 
-def _parse_trl(name: str, result: Any, episodes: Sequence[ScoredEpisode]) -> list[PartResult]:
+def _parse_trl(name: str, result: Any, episodes: Sequence[ScoredEpisode]) -> list[RewardPartResult]:
     values = _to_list(name, result, len(episodes), "completions")
-    return [PartResult(score=None if item is None else to_number(name, item)) for item in values]
+    return [
+        RewardPartResult(score=None if item is None else to_number(name, item)) for item in values
+    ]
 
 
 CALLING_CONVENTIONS: dict[str, CallingConvention] = {
@@ -289,7 +293,7 @@ CALLING_CONVENTIONS: dict[str, CallingConvention] = {
         arguments=lambda group, _: _make_call_per_episode(
             group, lambda x: {"response": x.episode.response, "answers": x.episode.task.answers}
         ),
-        parse=lambda name, result, _: [PartResult(score=to_number(name, result))],
+        parse=lambda name, result, _: [RewardPartResult(score=to_number(name, result))],
     ),
 }
 """Calling conventions by identifying parameter, in order of precedence."""

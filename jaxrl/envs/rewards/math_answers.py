@@ -64,9 +64,10 @@ def is_equivalent(answer: str, truth: str) -> bool:
     r"""Return True if two answers are the same number, list of answers, or text.
 
     Numbers are integers, decimals or fractions (`1/2`, `\frac{1}{-2}`, `1\frac12`), may have
-    thousands separators (see `join_thousands`), and are compared exactly. Dollar signs, `\boxed`, a
-    final period, `x =`, degrees, percent signs and common units are ignored: `50\%` is 50. Other
-    answers are compared as text (NFC) without whitespace, so `\sqrt{4}` is not `2`.
+    thousands separators (see `remove_thousands_separators`), and are compared exactly. Dollar
+    signs, `\boxed`, a final period, `x =`, degrees, percent signs and common units are ignored:
+    `50\%` is 50. Other answers are compared as text (NFC) without whitespace, so `\sqrt{4}` is not
+    `2`.
     """
     return compare_values(answer, truth) is True
 
@@ -86,16 +87,16 @@ def compare_values(answer: str, truth: str) -> bool | None:
     return False if are_numbers else None
 
 
-def join_thousands(text: str) -> str:
+def remove_thousands_separators(text: str) -> str:
     r"""Remove thousands separators: `10,\!000`, `10{,}000`, `10\,000` or `10 000`.
 
     Plain commas are kept, since `(1,234)` is a list. Mixed numbers, such as `2 100/300`, are also
     left unchanged.
     """
-    return _THOUSANDS.sub(_join_groups, text)
+    return _THOUSANDS.sub(_remove_separators, text)
 
 
-def _join_groups(number: re.Match[str]) -> str:
+def _remove_separators(number: re.Match[str]) -> str:
     first, by_commas, by_spaces, under = number.groups("")
     groups = re.findall(r"\d+", by_commas or by_spaces)
     if by_spaces and under and len(groups) == 1 and groups[0][0] != "0":
@@ -114,7 +115,7 @@ def _canonicalize(text: str) -> Fraction | str | tuple:
     text = (text if boxed is None else boxed).replace("−", "-")
     if len(text) > _MAX_MATH:
         return "".join(text.split())
-    text = join_thousands(text).replace("{,}", ",")
+    text = remove_thousands_separators(text).replace("{,}", ",")
     text = _LATEX_DEGREE.sub("", text)
     text = _LATEX_NOISE.sub(" ", _LATEX_TEXT.sub(r" \1 ", text))
     text = _LATEX_FRACTION.sub(

@@ -16,7 +16,7 @@ NOT_FOUND = "未找到相关内容"
 _THINK_BLOCK = re.compile(r"<think>(?:(?!<think>).)*?</think>", re.DOTALL)
 
 
-def check_format_correctness(text: str, *, tools: Sequence[str] = ("search",)) -> bool:
+def follows_search_r1_format(text: str, *, tools: Sequence[str] = ("search",)) -> bool:
     """Return True if a response follows Search-R1's protocol.
 
     Outside closed think blocks, the tags must form any number of closed calls, each followed by a
@@ -44,7 +44,7 @@ def remove_think_blocks(text: str) -> str:
     return _THINK_BLOCK.sub("", text[:end])
 
 
-def check_answer_correctness(
+def compute_search_r1_reward(
     answer: str,
     truth: str,
     *,

@@ -24,7 +24,7 @@ class SearchEngine(Tool):
 
 
 class EmptySearch(SearchEngine):
-    """Control engine that finds nothing, to measure what the model knows without search."""
+    """Control engine that finds nothing, to measure the model without search."""
 
     def run(self, query: str, /) -> str:
         """Return `NO_INFORMATION`."""
@@ -32,7 +32,7 @@ class EmptySearch(SearchEngine):
 
 
 class Document(NamedTuple):
-    """A passage of a corpus. Documents with equal scores are ordered by these fields."""
+    """Passage of a corpus. Documents with equal scores are ordered by these fields."""
 
     id: str
     title: str
@@ -53,7 +53,7 @@ class Document(NamedTuple):
 
 
 class Hit(NamedTuple):
-    """A document and its score.
+    """Document and its score.
 
     Attributes:
         document: Retrieved document. Its id is "" if the server sends none.
@@ -116,15 +116,15 @@ def split_batches(queries: Sequence[str], size: int) -> Iterator[Sequence[str]]:
     return (queries[start : start + size] for start in range(0, len(queries), size))
 
 
-class HitReader:
-    """Parser for a server's hits that skips malformed hits and logs how many it skipped."""
+class HitParser:
+    """Parser for a server's hits that skips malformed hits and logs their number."""
 
     def __init__(self, server: str, log: Callable[[str], None]) -> None:
         self.count = 0
         self._server, self._log = server, log
         self._lock = threading.Lock()
 
-    def read(self, items: Iterable[Any], parse_hit: Callable[[Any], Hit]) -> list[Hit]:
+    def parse(self, items: Iterable[Any], parse_hit: Callable[[Any], Hit]) -> list[Hit]:
         """Parse the hits of one query, skipping those for which `parse_hit` raises a ValueError.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Corpora: JSONL files of documents, and digests of their content."""
+"""Corpora, which are JSONL files of documents, and digests of their content."""
 
 from __future__ import annotations
 

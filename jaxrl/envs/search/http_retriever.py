@@ -7,7 +7,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from jaxrl.envs.base import ToolError
-from jaxrl.envs.search.base import Document, DocumentSearch, Hit, HitReader, split_batches
+from jaxrl.envs.search.base import Document, DocumentSearch, Hit, HitParser, split_batches
 from jaxrl.utils.http_client import (
     ClientLimits,
     HttpRequest,
@@ -80,7 +80,7 @@ class HttpRetriever(DocumentSearch):
         if protocol == "flashrag" and path.rstrip("/").endswith("/search"):
             self._protocol = "flashrag_single"
         self._batch_size = 1 if self._protocol == "flashrag_single" else max(batch_size, 1)
-        self._hit_reader = HitReader(redact_url(self._url), log)
+        self._hit_parser = HitParser(redact_url(self._url), log)
         self._client = JsonClient(
             ClientLimits(timeout_s=timeout_s, connections=connections, max_mib=max_response_mib),
             headers={"Authorization": f"Bearer {secret}"} if secret else {},
@@ -116,7 +116,7 @@ class HttpRetriever(DocumentSearch):
 
     def _parse_result(self, result: Any, topk: int) -> list[Hit] | ToolError:
         try:
-            return parse_hits(result, self._hit_reader)[:topk]
+            return parse_hits(result, self._hit_parser)[:topk]
         except ValueError as error:
             return self._make_error(error)
 
@@ -154,7 +154,7 @@ def split_response(response: Any, protocol: str, count: int) -> list[Any]:
     raise _make_value_error(response, f"{form}a list for each of {count} queries")
 
 
-def parse_hits(result: Any, hit_reader: HitReader) -> list[Hit]:
+def parse_hits(result: Any, hit_parser: HitParser) -> list[Hit]:
     """Parse the documents of one query.
 
     Raises:
@@ -162,10 +162,10 @@ def parse_hits(result: Any, hit_reader: HitReader) -> list[Hit]:
     """
     match result:
         case list():
-            return hit_reader.read(result, _parse_hit)
+            return hit_parser.parse(result, _parse_hit)
         case [list() as documents, list() as scores] if len(documents) == len(scores):
             pairs = zip(documents, scores, strict=True)
-            return hit_reader.read(
+            return hit_parser.parse(
                 ({"document": d, "score": score} for d, score in pairs), _parse_hit
             )
     raise _make_value_error(result, "a list of documents, or documents and as many scores")

@@ -119,7 +119,7 @@ def health_check(
 
 
 @dataclass(eq=False, kw_only=True)
-class _Miss:
+class _CacheMiss:
     """An in-flight query whose result is not in the cache."""
 
     query: str
@@ -171,7 +171,7 @@ class ResilientSearch(SearchEngine):
         self._cache: LRUCache[str, tuple[str, float, int]] = LRUCache(
             config.cache_mib * 2**20, getsizeof=lambda entry: entry[2]
         )
-        self._in_flight: dict[str, _Miss] = {}
+        self._in_flight: dict[str, _CacheMiss] = {}
         self._condition = threading.Condition()  # guards everything below
         self._limit = RateLimiter(config.queries_per_second) if config.queries_per_second else None
         self._breaker = CircuitBreaker(
@@ -192,15 +192,15 @@ class ResilientSearch(SearchEngine):
 
     def run_batch(self, queries: Sequence[str], /) -> list[str | ToolError]:
         """Return the text for each query, or its error."""
-        return [call_result.result for call_result in self.answer_all(queries)]
+        return [call_result.result for call_result in self.run_and_record(queries)]
 
-    def answer_all(self, calls: Sequence[str], /) -> list[CallResult]:
+    def run_and_record(self, calls: Sequence[str], /) -> list[CallResult]:
         """Return the text or error of each query, with a record of the call."""
         # Sort the distinct queries into cached, in flight for another episode, and new.
         started_at = time.monotonic()
         cached: dict[str, str] = {}
-        misses: dict[str, _Miss] = {}
-        shared: dict[str, _Miss] = {}
+        misses: dict[str, _CacheMiss] = {}
+        shared: dict[str, _CacheMiss] = {}
         with self._lock:
             for query in dict.fromkeys(calls):
                 text, cached_at, _ = self._cache.get(query, (None, started_at, 0))
@@ -210,7 +210,9 @@ class ResilientSearch(SearchEngine):
                 elif query in self._in_flight:
                     shared[query] = self._in_flight[query]
                 else:
-                    miss = _Miss(query=query, started_at=started_at, last_failure_at=started_at)
+                    miss = _CacheMiss(
+                        query=query, started_at=started_at, last_failure_at=started_at
+                    )
                     self._in_flight[query] = misses[query] = miss
         try:
             unresolved = [miss for miss in misses.values() if not self._replay(miss)]
@@ -250,7 +252,7 @@ class ResilientSearch(SearchEngine):
         record = {"source": source, "waited_s": waited_s, "attempts": attempts}
         return CallResult.build(self, query, result, **record)
 
-    def _set_result(self, miss: _Miss, result: str | ToolError, source: str = "tool") -> None:
+    def _set_result(self, miss: _CacheMiss, result: str | ToolError, source: str = "tool") -> None:
         """Set the result of a query, unless it has one already, and cache its text."""
         with self._lock:
             if miss.future.done():
@@ -265,7 +267,7 @@ class ResilientSearch(SearchEngine):
             )
             miss.future.set_result(call_result)
 
-    def _replay(self, miss: _Miss) -> bool:
+    def _replay(self, miss: _CacheMiss) -> bool:
         """Set the result of a query from the recording; return True if it was set."""
         if self._recording is None:
             return False
@@ -282,13 +284,13 @@ class ResilientSearch(SearchEngine):
             self._set_result(miss, result, "replay")
         return result is not None
 
-    def _send_with_retries(self, misses: list[_Miss]) -> None:
+    def _send_with_retries(self, misses: list[_CacheMiss]) -> None:
         """Send queries as a batch, retrying until each has a result.
 
         The last attempt sends each query separately, so that one query cannot fail the others.
         """
         while misses:
-            results = self._attempt([miss.query for miss in misses], misses)
+            results = self._try_call([miss.query for miss in misses], misses)
             if results is None:
                 duration_s = self._breaker.get_outage_s(time.monotonic())
                 for miss in misses:
@@ -313,8 +315,8 @@ class ResilientSearch(SearchEngine):
                 )
                 return
 
-    def _needs_retry(self, miss: _Miss, result: str | ToolError) -> bool:
-        """Set the result of a query, or return True if the query must be retried."""
+    def _needs_retry(self, miss: _CacheMiss, result: str | ToolError) -> bool:
+        """Return True if a query must be retried; otherwise, set its result."""
         if isinstance(result, str):
             self._set_result(miss, self._record(miss.query, result))
             return False
@@ -335,7 +337,7 @@ class ResilientSearch(SearchEngine):
         return not miss.future.done()
 
     def _record(self, query: str, result: str) -> str | ToolError:
-        """Record a result and return the recorded result, which may be an earlier one."""
+        """Record a result, unless there is one; return the recorded result."""
         if self._recording is None:
             return result
         try:
@@ -344,7 +346,7 @@ class ResilientSearch(SearchEngine):
             return OutageError(f"a result of {self.label} could not be recorded: {error}")
         return self._recording.get(query) or result
 
-    def _probe_engine(self, miss: _Miss, *, is_forced: bool = False) -> bool:
+    def _probe_engine(self, miss: _CacheMiss, *, is_forced: bool = False) -> bool:
         """Repeat the last query that succeeded; return True if it succeeds again.
 
         `is_forced` bypasses the circuit breaker, which still records the outcome.
@@ -352,13 +354,13 @@ class ResilientSearch(SearchEngine):
         query = self._last_good_query
         if query is None:
             return False
-        results = self._attempt([query], [miss], is_forced=is_forced)
+        results = self._try_call([query], [miss], is_forced=is_forced)
         return results is not None and isinstance(results[0], str)
 
-    def _attempt(
-        self, queries: list[str], misses: list[_Miss], *, is_forced: bool = False
+    def _try_call(
+        self, queries: list[str], misses: list[_CacheMiss], *, is_forced: bool = False
     ) -> list[str | ToolError] | None:
-        """Call the engine once; return None if the outage has lasted too long."""
+        """Call the engine once; return None if an outage has lasted too long."""
         is_new = not any(miss.attempts for miss in misses)
         if not self._acquire_slot(is_new=is_new, is_forced=is_forced):
             return None
@@ -470,7 +472,7 @@ class ResilientSearch(SearchEngine):
             self._condition.notify_all()
 
     def _make_outage_error(
-        self, miss: _Miss, reason: str, remedy: str = _OUTAGE_REMEDY
+        self, miss: _CacheMiss, reason: str, remedy: str = _OUTAGE_REMEDY
     ) -> OutageError:
         """Build the error for a query during an outage, with fallback text if the run continues."""
         if self._config.on_outage == "stop":

@@ -19,8 +19,8 @@ from jaxrl.utils.secrets import redact
 MAX_ERROR = 2_000  # maximum length of an error in characters
 
 
-class CallError(ValueError):
-    """Error for invalid arguments in a model's call. The model sees the message."""
+class InvalidCallError(ValueError):
+    """Error for invalid arguments of a tool call. The model sees the message."""
 
 
 class Tool(abc.ABC):
@@ -58,7 +58,7 @@ class Tool(abc.ABC):
         """Convert plain text or JSON arguments to the `call` string of `run`.
 
         Raises:
-            CallError: The arguments are invalid.
+            InvalidCallError: The arguments are invalid.
         """
         if isinstance(arguments, str):
             return arguments
@@ -67,7 +67,7 @@ class Tool(abc.ABC):
         if not isinstance(text, str):  # report the JSON type
             kinds = {bool: "a boolean", list: "an array", dict: "an object", type(None): "null"}
             kind = kinds.get(type(text), "a number")
-            raise CallError(f"argument '{self.argument}' is {kind}; expected a string")
+            raise InvalidCallError(f"argument '{self.argument}' is {kind}; expected a string")
         return text
 
     @abc.abstractmethod
@@ -89,7 +89,7 @@ class Tool(abc.ABC):
         """
         return parallel_map(functools.partial(run_call, self), calls, max_threads=self.max_threads)
 
-    def answer_all(self, calls: Sequence[str], /) -> list[CallResult]:
+    def run_and_record(self, calls: Sequence[str], /) -> list[CallResult]:
         """Run calls and record each one. Retry each failed call once, on its own.
 
         Retries run concurrently; otherwise, a dead server would cost one timeout per call.
@@ -119,15 +119,15 @@ def check_argument_names(
     """Check argument names.
 
     Raises:
-        CallError: A name is unknown, or a required one is missing.
+        InvalidCallError: A name is unknown, or a required one is missing.
     """
     takes = f"it takes {', '.join(known)}" if known else "it takes none"
     for name in arguments:
         if name not in known:
-            raise CallError(f"unknown argument '{name[:100]}'; {takes}")
+            raise InvalidCallError(f"unknown argument '{name[:100]}'; {takes}")
     for name in required:
         if name not in arguments:
-            raise CallError(f"argument '{name}' is missing; {takes}")
+            raise InvalidCallError(f"argument '{name}' is missing; {takes}")
 
 
 def build_chat_schema(tool: Tool) -> dict[str, Any]:
@@ -151,7 +151,7 @@ class JsonTool(Tool):
         """Validate the arguments.
 
         Raises:
-            CallError: The arguments are invalid.
+            InvalidCallError: The arguments are invalid.
         """
 
     @property
@@ -171,7 +171,7 @@ class JsonTool(Tool):
         """Return the arguments as JSON.
 
         Raises:
-            CallError: The arguments are invalid.
+            InvalidCallError: The arguments are invalid.
         """
         if isinstance(arguments, str):
             if not arguments.strip():

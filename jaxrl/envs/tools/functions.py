@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxrl.envs.base import ToolError
-from jaxrl.envs.tools.base import CallError, JsonTool, check_argument_names
+from jaxrl.envs.tools.base import InvalidCallError, JsonTool, check_argument_names
 from jaxrl.utils.concurrency import DeadlineError, call_with_deadline, run_with_deadline
 from jaxrl.utils.quiet_transformers import quiet_transformers
 
@@ -18,8 +18,9 @@ from jaxrl.utils.quiet_transformers import quiet_transformers
 class FunctionTool(JsonTool):
     """Tool that calls a Python function, sync or async, with the model's arguments.
 
-    Arguments must match the type hints. A `CallError` raised by the function is returned to the
-    model; any other exception is a tool failure. Results that are not text are converted to JSON.
+    Arguments must match the type hints. An `InvalidCallError` raised by the function is returned to
+    the model; any other exception is a tool failure. Results that are not text are converted to
+    JSON.
     """
 
     def __init__(self, function: Callable[..., Any], *, deadline_s: float = 60.0) -> None:
@@ -69,7 +70,7 @@ class FunctionTool(JsonTool):
         """Validate arguments against the type hints.
 
         Raises:
-            CallError: A name is unknown or missing, or a value has the wrong type.
+            InvalidCallError: A name is unknown or missing, or a value has the wrong type.
         """
         self._parse_arguments(arguments)
 
@@ -84,7 +85,7 @@ class FunctionTool(JsonTool):
             except self._pydantic.ValidationError as error:
                 first = error.errors(include_url=False)[0]
                 where = "".join(f"[{key!r}]" for key in first["loc"])
-                raise CallError(f"argument '{name}'{where}: {first['msg']}") from error
+                raise InvalidCallError(f"argument '{name}'{where}: {first['msg']}") from error
         return values
 
     def run(self, call: str, /) -> str:
@@ -99,7 +100,7 @@ class FunctionTool(JsonTool):
                 result = run_with_deadline(self._deadline_s, self._function(**values))
             else:
                 result = call_with_deadline(self._deadline_s, lambda: self._function(**values))
-        except CallError as error:
+        except InvalidCallError as error:
             return f"error: {error}"
         except DeadlineError as error:
             raise ToolError(

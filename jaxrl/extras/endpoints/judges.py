@@ -19,7 +19,7 @@ import regex
 
 from jaxrl.config.keys import REPLAY, Key, reject_value
 from jaxrl.envs.base import CallRecord, ScoredEpisode, Task, ToolError
-from jaxrl.envs.rewards.combiner import PartCall, PartResult
+from jaxrl.envs.rewards.combiner import RewardPartCall, RewardPartResult
 from jaxrl.envs.search.resilient import ResilientSearch
 from jaxrl.envs.tools.base import CallResult
 from jaxrl.extras.endpoints.completions import EndpointTool, get_first_choice, wrap_endpoint
@@ -232,16 +232,16 @@ class Judge:
             log=log_with_name,
         )
 
-    def requests(self, group: Sequence[ScoredEpisode]) -> list[PartCall]:
+    def requests(self, group: Sequence[ScoredEpisode]) -> list[RewardPartCall]:
         """Return one judge call per episode."""
         judge_calls = [
             _JudgeCall(judge=self, prompt=self.build_prompt(episode)) for episode in group
         ]
         return [
-            PartCall(
+            RewardPartCall(
                 members=(index,),
                 invoke=judge_call.invoke,
-                parse=lambda score: [PartResult(score=score)],
+                parse=lambda score: [RewardPartResult(score=score)],
                 records=judge_call.records,
             )
             for index, judge_call in enumerate(judge_calls)
@@ -267,7 +267,7 @@ class Judge:
     def send_request(self, prompt: str) -> CallResult:
         """Request the reply to a prompt; return the reply or the error, and the call's record."""
         assert self._resilient is not None, "open comes first"
-        [result] = self._resilient.answer_all([prompt])
+        [result] = self._resilient.run_and_record([prompt])
         return replace(result, record=replace(result.record, tool=self.name))
 
 

@@ -28,7 +28,7 @@ from jaxrl.envs.images import (
     Picture,
     TextWithImages,
     UnreadableImageError,
-    attached_images,
+    get_attached_images,
     split_at_tags,
 )
 from jaxrl.envs.search.resilient import ResilientSearch
@@ -47,7 +47,7 @@ from jaxrl.sampling.rollout import IDLE_POLL_S, check_stop
 from jaxrl.sampling.step_results import get_images, make_failed_step
 from jaxrl.sampling.trajectory import Sample
 from jaxrl.types import Draw, Group
-from jaxrl.utils.concurrency import MAX_ERROR_CHARS, run_in_thread, start_all
+from jaxrl.utils.concurrency import MAX_ERROR_CHARS, run_in_thread, start_calls
 from jaxrl.utils.http_client import check_url, fix_surrogates, redact_url
 from jaxrl.utils.text import replace_surrogates
 
@@ -147,7 +147,7 @@ class ChatModel:
                 {**message, "role": role, "content": content, **_format_tool_calls(message)}
             )
         body = {"messages": chat, **sampling, **({"stop": list(stops)} if stops else {})}
-        [response] = self._resilient.answer_all([TextWithImages(json.dumps(body), images)])
+        [response] = self._resilient.run_and_record([TextWithImages(json.dumps(body), images)])
         if isinstance(self._resilient.engine, _ChatEndpoint) and self._resilient.engine.fatal_error:
             raise OutageError(self._resilient.engine.fatal_error)
         if isinstance(response.result, ToolError):
@@ -194,7 +194,7 @@ class _ChatEndpoint(EndpointTool):
         if self.fatal_error:
             raise ToolError(self.fatal_error, is_permanent=True)
         request = json.loads(call)
-        urls = {image.digest: make_data_url(image) for image in attached_images(call)}
+        urls = {image.digest: make_data_url(image) for image in get_attached_images(call)}
         for message in request["messages"]:
             for part in message["content"] if isinstance(message["content"], list) else ():
                 if part["type"] == "image_url":
@@ -323,7 +323,7 @@ class ChatRollout(BaseRollout):
             for i, sample in enumerate(samples)
             if sample.episode.outcome is None
         ]
-        episodes = start_all(episode_runs, max_threads=self._model.settings.max_concurrent)
+        episodes = start_calls(episode_runs, max_threads=self._model.settings.max_concurrent)
         try:
             pending, total = set(episodes), len(samples)
             while pending:

@@ -17,7 +17,7 @@ from typing import Any, TextIO, cast
 from jaxrl.config.keys import reject_value
 from jaxrl.envs.base import ToolError
 from jaxrl.envs.images import Picture, TextWithImages
-from jaxrl.envs.tools.base import CallError, JsonTool, Tool, check_argument_names
+from jaxrl.envs.tools.base import InvalidCallError, JsonTool, Tool, check_argument_names
 from jaxrl.utils.concurrency import (
     MAX_ERROR_CHARS,
     DeadlineError,
@@ -150,7 +150,7 @@ class McpServer:
         """Call a tool; return its text, which may be an error message.
 
         Raises:
-            CallError: The server rejects the arguments.
+            InvalidCallError: The server rejects the arguments.
             ToolError: The server cannot be reached, or does not respond in time.
         """
         return _extract_result_text(self._run(self._call_tool(name, arguments)))
@@ -166,7 +166,7 @@ class McpServer:
             ) from error
         except Exception as error:  # transports raise many types
             if getattr(error, "code", None) == _INVALID_PARAMS:
-                raise CallError(redact(str(error))[:MAX_ERROR_CHARS]) from error
+                raise InvalidCallError(redact(str(error))[:MAX_ERROR_CHARS]) from error
             stderr = self._read_stderr()
             self._disconnect()
             text = "; ".join(map(format_error, _flatten_error(error)))[:MAX_ERROR_CHARS]
@@ -389,7 +389,7 @@ class McpTool(JsonTool):
         """Validate arguments against the tool's schema.
 
         Raises:
-            CallError: The arguments do not match the schema.
+            InvalidCallError: The arguments do not match the schema.
             ToolError: The schema is unusable, for example because a definition is missing.
         """
         if not self._schema.get("additionalProperties"):  # most servers omit it
@@ -397,7 +397,7 @@ class McpTool(JsonTool):
                 arguments, list(self._schema["properties"]), self._schema["required"]
             )
         if is_too_deep(json.dumps(arguments), arguments):
-            raise CallError("the call is nested too deeply")
+            raise InvalidCallError("the call is nested too deeply")
         try:
             error = next(self._validator.iter_errors(arguments), None)
         except Exception as schema_error:  # such as a reference to a missing definition
@@ -407,7 +407,7 @@ class McpTool(JsonTool):
             ) from schema_error
         if error is not None:
             path = "".join(f"[{key!r}]" for key in error.absolute_path)
-            raise CallError(f"arguments{path}: {error.message[:500]}")
+            raise InvalidCallError(f"arguments{path}: {error.message[:500]}")
 
     def run(self, call: str, /) -> str:
         """Call the tool on the server.
@@ -417,5 +417,5 @@ class McpTool(JsonTool):
         """
         try:
             return self._server.call(self.name, json.loads(call))
-        except CallError as error:
+        except InvalidCallError as error:
             return f"error: {error}"

@@ -22,7 +22,7 @@ from cachetools import LRUCache
 
 from jaxrl.data.chat_template import check_result_order
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.envs.protocol import MalformedCall, mask_calls, parse_tool_calls
+from jaxrl.envs.protocol import MalformedCall, mask_call_arguments, parse_tool_calls
 from jaxrl.extras.serve.errors import ContextLengthError, RequestError
 from jaxrl.utils.json_io import parse_json, to_finite_float
 from jaxrl.utils.text import replace_surrogates
@@ -150,7 +150,7 @@ def parse_reply(text: str, *, has_tools: bool) -> ChatMessage:
             return plain
         calls.append(ToolCall(name=replace_surrogates(call.tool), arguments=arguments))
     # Ignore calls inside thoughts, and tags inside the JSON of calls.
-    masked = mask_calls(text)
+    masked = mask_call_arguments(text)
     start = masked.index(CALL_TAG, masked.rfind("</think>") + 1)
     return ChatMessage(role="assistant", content=text[:start].rstrip(), calls=tuple(calls))
 

@@ -15,8 +15,8 @@ from functools import lru_cache
 from typing import Any
 
 from jaxrl.envs.base import ScoredEpisode
-from jaxrl.envs.rewards.combiner import AnswerPart, PartResult
-from jaxrl.envs.rewards.math_answers import compare_values, join_thousands
+from jaxrl.envs.rewards.combiner import AnswerPart, RewardPartResult
+from jaxrl.envs.rewards.math_answers import compare_values, remove_thousands_separators
 from jaxrl.envs.rewards.rules import extract_last_boxed
 from jaxrl.extras.symbolic_math.worker import is_equal_to_any
 
@@ -62,11 +62,13 @@ class MathVerify(AnswerPart):
         self._lock = threading.Lock()
         self._cached_compare = lru_cache(maxsize=_CACHE_SIZE)(self._compare)
 
-    def measure(self, sample: ScoredEpisode) -> PartResult:
+    def score_answer(self, sample: ScoredEpisode) -> RewardPartResult:
         """Score the final answer of an episode."""
         answer = "" if sample.reward.is_abstention else sample.reward.final_answer.strip()
         equal = self.is_equal(answer, sample.episode.task.answers) if answer else False
-        return PartResult(score=float(equal is True), others={"undecided": float(equal is None)})
+        return RewardPartResult(
+            score=float(equal is True), others={"undecided": float(equal is None)}
+        )
 
     def is_equal(self, answer: str, truths: Sequence[str]) -> bool | None:
         """Return True if an answer equals an accepted answer; None if a limit was exceeded.
@@ -136,4 +138,4 @@ def _strip_math_notation(text: str) -> str:
     for mark in ("$$", "$"):
         if len(text) >= 2 * len(mark) and text.startswith(mark) and text.endswith(mark):
             text = text[len(mark) : -len(mark)].strip()
-    return join_thousands(text)
+    return remove_thousands_separators(text)

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 from jaxrl.envs.base import ScoredEpisode
-from jaxrl.envs.rewards.combiner import AnswerPart, PartResult
+from jaxrl.envs.rewards.combiner import AnswerPart, RewardPartResult
 
 
 class TextMetric(AnswerPart):
@@ -19,12 +19,14 @@ class TextMetric(AnswerPart):
     def compare(self, answer: str, truths: Sequence[str]) -> float:
         """Return the score of an answer, maximized over `truths`."""
 
-    def measure(self, sample: ScoredEpisode) -> PartResult:
+    def score_answer(self, sample: ScoredEpisode) -> RewardPartResult:
         """Score the final answer of an episode."""
         reward = sample.reward
         if reward.is_abstention or not reward.final_answer:
-            return PartResult(score=0.0)
-        return PartResult(score=self.compare(reward.final_answer, sample.episode.task.answers))
+            return RewardPartResult(score=0.0)
+        return RewardPartResult(
+            score=self.compare(reward.final_answer, sample.episode.task.answers)
+        )
 
 
 class Bleu(TextMetric):

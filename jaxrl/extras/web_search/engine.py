@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl.envs.base import ToolError
-from jaxrl.envs.search.base import Document, DocumentSearch, Hit, HitReader
+from jaxrl.envs.search.base import Document, DocumentSearch, Hit, HitParser
 from jaxrl.utils.http_client import (
     ClientLimits,
     HttpRequest,
@@ -52,7 +52,7 @@ class Provider:
     extract_results: Callable[[Mapping[str, Any]], list[Any]]
     parse_hit: Callable[[Any], Hit]
 
-    def parse_response(self, response: Any, skipped: HitReader) -> list[Hit]:
+    def parse_response(self, response: Any, skipped: HitParser) -> list[Hit]:
         """Parse a response into hits.
 
         Raises:
@@ -60,7 +60,7 @@ class Provider:
         """
         if not isinstance(response, dict):
             raise ValueError(f"a {type(response).__name__}; expected an object")
-        return skipped.read(self.extract_results(response), self.parse_hit)
+        return skipped.parse(self.extract_results(response), self.parse_hit)
 
 
 class WebSearch(DocumentSearch):
@@ -113,7 +113,7 @@ class WebSearch(DocumentSearch):
         self.topk = topk
         self._url = (url or self._provider.url).rstrip("/")
         check_url("search.web.url", self._url)
-        self._skipped = HitReader(redact_url(self._url), log)
+        self._skipped = HitParser(redact_url(self._url), log)
         variable = key_env or self._provider.key_env
         key = read_api_key("search.web.key_env", variable) if variable else ""
         bounds = ClientLimits(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrl.envs.base import Episode, Reward, ScoredEpisode, Task, Turn
-from jaxrl.envs.rewards.combiner import PartResult
+from jaxrl.envs.rewards.combiner import RewardPartResult
 from jaxrl.envs.rewards.functions import CALLING_CONVENTIONS, RewardFunction, detect_convention
 
 QUESTION = Task(
@@ -58,7 +58,7 @@ def contains_answer(response, answers):
 
 def test_our_signature_is_called_for_each_response():
     other = make_episode(turns=[Turn(text="no")])
-    results = [PartResult(score=1.0), PartResult(score=0.0)]
+    results = [RewardPartResult(score=1.0), RewardPartResult(score=0.0)]
     assert measure(contains_answer, [make_episode(), other]) == (results, 2)
 
 
@@ -71,7 +71,7 @@ def test_verl_gets_the_response_and_the_ground_truth():
         return np.float32(0.5)
 
     group = [make_episode(opener="<think>"), make_episode(CHAT, [Turn(text="It is 42.")])]
-    assert measure(compute_score, group, scale=2.0) == ([PartResult(score=0.5)] * 2, 2)
+    assert measure(compute_score, group, scale=2.0) == ([RewardPartResult(score=0.5)] * 2, 2)
     targets = {"target": ["Paris", "Lutetia"]}
     assert seen == [
         ["nq", "<think>" + RESPONSE, targets, {"hop": 2}, 2.0],
@@ -105,7 +105,7 @@ def test_trl_is_called_once_for_the_group_by_keyword():
         return [None, 2]
 
     group = [make_episode(), make_episode(turns=[Turn(text="no")], ids=(8,))]
-    assert measure(score, group) == ([PartResult(score=None), PartResult(score=2.0)], 1)
+    assert measure(score, group) == ([RewardPartResult(score=None), RewardPartResult(score=2.0)], 1)
     assert seen == {
         "prompts": ["Where?"] * 2, "completions": [RESPONSE, "no"], "ids": [[5, 6, 7], [8]],
         "hop": [2, 2], "id": ["q1"] * 2, "data_source": ["nq"] * 2,
@@ -126,7 +126,7 @@ def test_trl_gets_chats_if_the_task_is_a_chat():
         return np.array([len(reward_model)])
 
     results, _ = measure(score, [make_episode(task=CHAT, opener="<think>")])
-    assert results == [PartResult(score=1.0)]
+    assert results == [RewardPartResult(score=1.0)]
 
 
 class AsyncJudge:

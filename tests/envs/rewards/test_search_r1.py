@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl.envs.rewards.search_r1 import (
-    check_answer_correctness,
-    check_format_correctness,
+    compute_search_r1_reward,
+    follows_search_r1_format,
     is_close_answer,
 )
 
@@ -24,7 +24,7 @@ ANSWER = "<answer>A</answer>"
     ],
 )
 def test_valid_search_r1_format(text):
-    assert check_format_correctness(text)
+    assert follows_search_r1_format(text)
 
 
 @pytest.mark.parametrize(
@@ -44,17 +44,17 @@ def test_valid_search_r1_format(text):
     ],
 )
 def test_invalid_search_r1_format(text):
-    assert not check_format_correctness(text)
+    assert not follows_search_r1_format(text)
 
 
 @settings(max_examples=25)
 @given(st.integers(0, 4), st.sampled_from(["", " some text ", "<think>hm</think>"]))
 def test_any_number_of_searches_is_valid_until_a_tag_is_lost(num_searches, between):
     text = between.join([SEARCH] * num_searches + [ANSWER])
-    assert check_format_correctness(text)
+    assert follows_search_r1_format(text)
     for tag in ("<search>", "</search>", "<information>", "</information>", "<answer>"):
         if tag in text:
-            assert not check_format_correctness(text.replace(tag, "", 1))
+            assert not follows_search_r1_format(text.replace(tag, "", 1))
 
 
 @pytest.mark.parametrize(
@@ -71,12 +71,12 @@ def test_any_number_of_searches_is_valid_until_a_tag_is_lost(num_searches, betwe
     ],
 )
 def test_answer_correctness(answer, truth, reward):
-    assert check_answer_correctness(answer, truth) == reward
+    assert compute_search_r1_reward(answer, truth) == reward
 
 
 def test_long_answers_are_compared_without_the_junk_heuristic():
     # SequenceMatcher would ignore letters that make up over 1% of 200 or more.
-    assert check_answer_correctness("ab" * 150, "ab" * 120) == 1.0
+    assert compute_search_r1_reward("ab" * 150, "ab" * 120) == 1.0
 
 
 def test_a_comparison_takes_bounded_time():

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl.envs.base import ToolError
-from jaxrl.envs.search.base import Document, Hit, HitReader
+from jaxrl.envs.search.base import Document, Hit, HitParser
 from jaxrl.envs.search.http_retriever import (
     MAX_TEXT,
     PATHS,
@@ -224,7 +224,7 @@ def test_any_json_is_hits_or_an_error(answer, protocol, count):
         hits = []
         for result in results:
             with contextlib.suppress(ValueError):
-                hits += parse_hits(result, HitReader("server", print))
+                hits += parse_hits(result, HitParser("server", print))
         for hit in hits:
             assert all(isinstance(text, str) for text in hit.document)
             assert hit.score is None or isinstance(hit.score, float)

@@ -13,7 +13,7 @@ from jaxrl.envs.base import Episode, Prompt, Task, ToolError
 from jaxrl.envs.protocol import search_r1
 from jaxrl.envs.search.base import EmptySearch
 from jaxrl.envs.search_env import SearchEnv
-from jaxrl.envs.tools.base import CallError, build_chat_schema, run_call
+from jaxrl.envs.tools.base import InvalidCallError, build_chat_schema, run_call
 from jaxrl.envs.tools.functions import FunctionTool
 
 
@@ -89,7 +89,7 @@ def test_arguments_must_have_the_types_of_the_hints(arguments, answer):
     if answer[0].isdigit():
         assert tool.run(tool.encode_call(arguments)) == answer
     else:
-        with pytest.raises(CallError) as raised:
+        with pytest.raises(InvalidCallError) as raised:
             tool.encode_call(arguments)
         assert str(raised.value) == answer
 
@@ -114,7 +114,7 @@ def test_exceptions_are_tool_errors_except_call_errors():
             why: The reason.
         """
         if why == "wrong call":
-            raise CallError("no such thing")
+            raise InvalidCallError("no such thing")
         if why == "slow server":
             raise TimeoutError(why)
         return object() if why == "odd" else 1 / 0

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 
 from jaxrl.envs.base import Episode, Outcome, Prompt, Task, ToolError
-from jaxrl.envs.images import Picture, attached_images
+from jaxrl.envs.images import Picture, get_attached_images
 from jaxrl.envs.protocol import qwen
 from jaxrl.envs.search_env import SearchEnv
-from jaxrl.envs.tools.base import CallError, run_call
+from jaxrl.envs.tools.base import InvalidCallError, run_call
 from jaxrl.extras.mcp.servers import McpServer, McpTool
 
 SERVER = Path(__file__).with_name("mcp_server.py")
@@ -78,7 +78,7 @@ def test_tools_are_listed_and_called(tools):
     assert tools["several"].run("{}").split("\n")[:2] == ["a", "b"]
     answer = run_call(tools["look"], "{}")
     assert answer == "a dot"
-    assert attached_images(answer) == (Picture(data=b"\x89PNG of a dot"),)
+    assert get_attached_images(answer) == (Picture(data=b"\x89PNG of a dot"),)
 
 
 def test_errors_of_a_tool_are_answers(tools):
@@ -104,9 +104,9 @@ def test_nested_arguments_are_checked_to_their_depth():
         return {"q": leaf}
 
     assert tool.encode_call(nest(None))
-    with pytest.raises(CallError, match=r"^arguments\['q'\]\['in'\]: "):
+    with pytest.raises(InvalidCallError, match=r"^arguments\['q'\]\['in'\]: "):
         tool.encode_call(nest(1))
-    with pytest.raises(CallError, match="the call is nested too deeply"):
+    with pytest.raises(InvalidCallError, match="the call is nested too deeply"):
         tool.encode_call({"q": nest(nest(None))})
 
 
@@ -201,7 +201,7 @@ def test_patterns_are_not_checked():
     start = time.process_time()
     tool.check_arguments({"x": "a" * 60 + "b"})  # on which Python's `re` would not end
     assert time.process_time() - start < 5
-    with pytest.raises(CallError, match="is not of type 'string'"):
+    with pytest.raises(InvalidCallError, match="is not of type 'string'"):
         tool.check_arguments({"x": 1})
 
 

@@ -67,7 +67,7 @@ def test_no_step_waits_for_the_slowest_and_a_restart_replays_what_was_in_flight(
     (folder := tmp_path / "notes").mkdir()
     settings = {"folder": str(folder)}
     config = run_settings(tiny_world, **SETTINGS, **{"env.agents.settings": settings})
-    order = [task.id for task in Stream(build(config).tasks, seed=config.seed).take(0, 10)]
+    order = [task.id for task in Stream(build(config).tasks, seed=config.seed).get_items(0, 10)]
     with config.unlocked():
         config.env.agents.settings = settings | {"slow": [order[0], order[5]]}
     workdir = tmp_path / "run"
