@@ -19,7 +19,7 @@ from jaxrl.builders.saved_run import format_error_line
 from jaxrl.builders.validation import validate
 from jaxrl.config.loading import load_config_file, parse_overrides
 from jaxrl.envs.base import ToolError
-from jaxrl.extras.audit.statistics import Statistic, audit
+from jaxrl.extras.audit.statistics import Statistic, compute_statistics
 from jaxrl.logs.console import make_console
 from jaxrl.logs.display import Display
 from jaxrl.utils.files import open_atomic
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         config.update_from_flattened_dict(overrides)
         statistics: dict[str, dict[str, Statistic]] = {}
         for name, environment in validate(config).environments.items():
-            by_split = audit(
+            by_split = compute_statistics(
                 environment,
                 max_tasks=arguments.max_tasks,
                 show=display.show_activity,

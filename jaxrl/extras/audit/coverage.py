@@ -99,9 +99,9 @@ def find_unanswerable_tasks(
     """
     phrases = [make_phrases(task) for task in tasks]
     present_phrases = find_phrases(set().union(*phrases), documents)
-    return [is_missing(group, present_phrases) for group in phrases], sum(map(bool, phrases))
+    return [are_all_missing(group, present_phrases) for group in phrases], sum(map(bool, phrases))
 
 
-def is_missing(phrases: Collection[Phrase], present_phrases: Collection[Phrase]) -> bool:
-    """Return True if `phrases` is not empty and none of them was found."""
+def are_all_missing(phrases: Collection[Phrase], present_phrases: Collection[Phrase]) -> bool:
+    """Return True if there are phrases, and none of them was found."""
     return bool(phrases) and not any(phrase in present_phrases for phrase in phrases)

@@ -25,7 +25,7 @@ from jaxrl.envs.rewards.qa import normalize_answer
 from jaxrl.envs.search.base import DocumentSearch, EmptySearch
 from jaxrl.envs.search.corpus import read_corpus
 from jaxrl.envs.search_env import SearchEnv
-from jaxrl.extras.audit.coverage import Phrase, find_phrases, is_missing, make_phrases
+from jaxrl.extras.audit.coverage import Phrase, are_all_missing, find_phrases, make_phrases
 from jaxrl.extras.audit.startup import sample_tasks
 from jaxrl.runtime.sharding import make_mesh
 from jaxrl.sampling.episodes import BaseRollout, TokenLimits
@@ -50,7 +50,7 @@ Statistic = dict[str, Any]
 """Count, total, fraction, and ids of the counted tasks."""
 
 
-def audit(
+def compute_statistics(
     c: ResolvedConfig, *, max_tasks: int, show: Callable[[str], None], log: Callable[[str], None]
 ) -> dict[str, dict[str, Statistic]]:
     """Compute the statistics by split and name, omitting those that do not apply to the run.
@@ -100,7 +100,7 @@ def audit(
         add, is_checked = statistics[name].__setitem__, [bool(group) for group in phrases[name]]
         add("no answer to look for", count_flags([not x for x in is_checked], tasks))
         if present_phrases is not None:
-            flags = [is_missing(group, present_phrases) for group in phrases[name]]
+            flags = [are_all_missing(group, present_phrases) for group in phrases[name]]
             add("answer in no document", count_flags(flags, tasks, is_checked))
         if isinstance(engine, DocumentSearch):
             show(f"searching for the {len(tasks):,} {name} questions")
@@ -116,7 +116,7 @@ def audit(
             add("answers that earn nothing", count_unrewarded_answers(env, parts, tasks))
         # Duplicates, among all tasks of the split.
         everything, hashes = splits[name], hash_questions(splits[name])
-        add("question repeated", count_flags(find_repeats(hashes), everything))
+        add("question repeated", count_flags(find_repeated_rows(hashes), everything))
         others = [hash_questions(splits[other]) for other in samples if other != name]
         if others:
             known = {*others[0].ravel().tolist()}
@@ -136,7 +136,7 @@ def audit(
 def count_flags(
     flags: Sequence[bool], tasks: Iterable[Task], counts: Sequence[bool] | None = None
 ) -> Statistic:
-    """Count the flagged tasks, and their share of the tasks for which `counts` is True."""
+    """Count the flagged tasks, as a number and as a share of the tasks with `counts`."""
     total = len(flags) if counts is None else sum(counts)
     ids = [task.id for task, flag in zip(tasks, flags, strict=True) if flag]
     return {"count": len(ids), "of": total, "share": len(ids) / max(total, 1), "tasks": ids}
@@ -200,7 +200,7 @@ def count_unrewarded_answers(env: Env, parts: Sequence[str], tasks: Sequence[Tas
     return {"count": num_unpaid, "of": total, "share": num_unpaid / max(total, 1), "tasks": ids}
 
 
-def find_repeats(hashes: np.ndarray) -> list[bool]:
+def find_repeated_rows(hashes: np.ndarray) -> list[bool]:
     """Return True for rows of `hashes`, uint64 [N, 2], that share a hash with an earlier row."""
     seen: set[int] = set()
     flags = []

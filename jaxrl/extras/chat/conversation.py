@@ -1,4 +1,4 @@
-"""Conversation that runs each question as an episode of the environment."""
+"""Conversation in which each question is an episode of the environment."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Conversation:
         self._exchanges = []
 
     def ask(self, question: str, images: Sequence[str] = ()) -> tuple[Trajectory, int]:
-        """Run an episode for a question, after as many of the recent exchanges as fit.
+        """Run an episode for a question, preceded by as many recent exchanges as fit.
 
         Args:
             question: User message.

@@ -137,7 +137,7 @@ class Qwen35Config(QwenConfig):
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> Qwen35Config:
-        """Build the model from the `config.json` of a text model, or of one with a vision tower.
+        """Build the model from a `config.json`, of a text model or of a model with a vision tower.
 
         Raises:
             ValueError: See `QwenConfig.from_dict`, or the sizes of the delta nets are inconsistent.
@@ -278,15 +278,15 @@ class Qwen35Config(QwenConfig):
         return HF_NAMES
 
     def hf_prefix_map(self) -> dict[str, str]:
-        """Return the prefix of the text model beside a vision tower."""
+        """Return the prefix of text tensors in checkpoints with a vision tower."""
         return {"model.language_model.": "model."}
 
     def hf_module_prefixes(self) -> dict[str, str]:
-        """Return no prefix for a text model, whose checkpoint may have that of `hf_prefix_map`."""
+        """Return the empty prefix of a text model in transformers; see also `hf_prefix_map`."""
         return super().hf_module_prefixes() if self.has_tower else {}
 
     def hf_copied_prefixes(self) -> tuple[str, ...]:
-        """Return the prefixes of the vision tower and of the layer that predicts two tokens."""
+        """Return the prefixes of the vision tower and the multi-token prediction layer."""
         return ("model.visual.", "mtp.")
 
     def norm(self, x: Float[Array, "... D"], scale: Float[Array, " D"]) -> Float[Array, "... D"]:
@@ -389,7 +389,7 @@ class Qwen35Config(QwenConfig):
         return _with_decay_rates(super().weights_for_decoding(params, dtype), params)
 
     def memory_terms(self, tensor: int) -> MemoryTerms:
-        """Return the memory of a layer with attention or a delta net, whichever is larger."""
+        """Return the memory of an attention layer or a delta net layer, whichever is larger."""
         dense, inner = super().memory_terms(tensor), -(-self.mlp_width // tensor)
         attention_width = self.num_heads // tensor * self.head_dim  # also the width of the gates
         # A delta net's inputs are its queries, keys and values, and its gates.

@@ -44,7 +44,7 @@ _NUM_STDDEVS = 6.0
 
 
 def compute_block_layout(num_passages: int, num_devices: int, platform: str) -> tuple[int, int]:
-    """Return the number of blocks per device, as few as possible, and the passages per block.
+    """Return the smallest number of blocks per device, and the number of passages per block.
 
     All blocks have the same size, a multiple of `GROUP_SIZE`.
     """
@@ -86,7 +86,7 @@ def count_device_bytes(
 
 
 def _compute_int8_scales(rows: np.ndarray) -> np.ndarray:
-    """Compute float32 scales [N] that bring rows [N, D] into the range -127..127 when divided."""
+    """Compute float32 scales [N] by which to divide rows [N, D] for the range -127..127."""
     largest = np.abs(rows).max(axis=1).astype(np.float32)
     return np.where(largest > 0, largest / np.float32(127), np.float32(1))
 
@@ -94,7 +94,7 @@ def _compute_int8_scales(rows: np.ndarray) -> np.ndarray:
 def _compute_scores(
     queries: jax.Array, passages: jax.Array, scales: jax.Array | None, *, is_cpu: bool
 ) -> jax.Array:
-    """Compute float32 scores [Q, n] of passages [n, D], not yet multiplied by the queries' scales.
+    """Compute float32 scores [Q, n] of passages [n, D], without the scales of the queries.
 
     Int8 products are exact: they are summed in int32, or in float32 on a CPU (where int32 is slow)
     if the sums stay below 2^24.

@@ -248,7 +248,7 @@ class Judge:
         ]
 
     def missing_fields(self, task: Task) -> list[str]:
-        """Return `["answers"]` if the prompt needs answers and the task has none, else []."""
+        """Return `["answers"]` if the prompt contains answers but the task has none, else []."""
         return ["answers"] if "{answers}" in self.settings.prompt and not task.answers else []
 
     def build_prompt(self, sample: ScoredEpisode) -> str:

@@ -72,7 +72,7 @@ def select_kernels(
 def _select_cached(
     name: str, device: jax.Device, width: int, expert_width: int, dtype: Any
 ) -> SelectedKernel:
-    """Select the kernels, once for all meshes of a process."""
+    """Select the kernels; cached for all meshes of a process."""
     kernels = KERNELS.get(device.platform, {})
     candidates = {
         "auto": [kernel for kernel in kernels if supports_dtype(kernel, dtype)],

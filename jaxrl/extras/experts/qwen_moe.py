@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3's decoder with experts instead of an MLP in some layers.
+"""Qwen3-MoE: Qwen3's decoder with experts instead of MLPs in some layers.
 
 The parameter tree is that of `qwen`, except that `blocks/mlp` contains only the dense layers, and
 the N other layers have E experts each, and perhaps a shared expert that every token uses:
@@ -312,12 +312,12 @@ class QwenMoeConfig(QwenConfig):
         return len(self.expert_layers) * (self.num_experts - self.top_k) * params_per_expert
 
     def memory_terms(self, tensor: int) -> MemoryTerms:
-        """Return the dense model's memory, with an MLP or a shared expert, whichever is wider."""
+        """Return the dense model's memory, with the wider of an MLP and a shared expert."""
         width = max(self.mlp_width if self._dense_layers else 0, self.shared_width)
         return super(QwenMoeConfig, replace(self, mlp_width=width)).memory_terms(tensor)
 
     def expert_terms(self, tensor: int, expert: int) -> MemoryTerms:
-        """Return the memory of a layer's experts, with buffers for all gathered tokens."""
+        """Return the memory of a layer's experts, including buffers for all gathered tokens."""
         rows = expert * min(self.top_k, self.num_experts // expert)
         pairs = expert * self.top_k
         width = self.expert_width

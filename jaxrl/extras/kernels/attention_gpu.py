@@ -423,7 +423,7 @@ def _pages_kernel(
 
 
 def count_live_pages(limits: jax.Array, page: int) -> jax.Array:
-    """Return the number of leading pages in the block table that a program reads."""
+    """Return the number of leading block-table pages that a program reads."""
     return (limits.max() + page - 1) // page
 
 

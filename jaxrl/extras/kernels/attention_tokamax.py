@@ -67,7 +67,7 @@ def attend_packed(
 
 
 class KeyRange(NamedTuple):
-    """Range of keys that each query reads: from `start` up to, but not including, `end`."""
+    """Range of keys that each query reads, from `start` to `end` (exclusive)."""
 
     start: jax.Array  # int32 [R, Q]
     end: jax.Array | None  # int32 [R, Q]; None for causal, up to and including the query

@@ -136,7 +136,7 @@ def attend_pages(
     return jnp.where(key_ranges[..., None], out, 0.0), jnp.where(key_ranges, lse, EMPTY_LSE)
 
 
-class Steps(NamedTuple):
+class PageSteps(NamedTuple):
     """Assignment of pages to steps, as scalars that are prefetched before the first step."""
 
     tables: Any  # int32 [B, M]
@@ -145,7 +145,7 @@ class Steps(NamedTuple):
     blocks: Any  # int32 [S], the block of each step
 
     def locate_first_page(self, step: Any, width: int) -> tuple[Any, Any]:
-        """Return a step's block, and the index of its first page in the block table."""
+        """Return the block of a step, and the block-table index of the step's first page."""
         block = self.blocks[step]
         return block, (step - self.starts[block]) * width
 
@@ -155,7 +155,9 @@ class Steps(NamedTuple):
         return (block, first_page + index), first_page + index < self.num_pages[block]
 
     @classmethod
-    def build(cls, tables: jax.Array, num_pages: jax.Array, width: int) -> tuple[Steps, jax.Array]:
+    def build(
+        cls, tables: jax.Array, num_pages: jax.Array, width: int
+    ) -> tuple[PageSteps, jax.Array]:
         """Divide the live pages into steps of `width` pages; return the steps and their number."""
         B, M = tables.shape
         num_steps = -(-num_pages // width)
@@ -170,7 +172,7 @@ class KernelSpec(NamedTuple):
     """Grid, block specs and sizes of one kernel call."""
 
     grid: tuple[Any, ...]
-    steps: Steps
+    steps: PageSteps
     queries: pl.BlockSpec  # for queries and outputs
     limits: pl.BlockSpec
     lse: pl.BlockSpec  # for the log-sum-exp
@@ -197,7 +199,7 @@ def make_kernel_spec(q: Any, keys: Any, tables: Any, limits: Any) -> KernelSpec:
     max_pages = max(BUFFER_BYTES // page_bytes, 2)
     width = max(min(max_pages // 2, STEP_PAGES, tables.shape[1]), 1)
     slots = min(max_pages // width, NUM_SLOTS)
-    steps, num_steps = Steps.build(
+    steps, num_steps = PageSteps.build(
         jnp.clip(tables, 0, P - 1), -(-limits.max(axis=1) // page), width
     )
     # Combine as many KV heads in a query matrix as its minimum number of rows allows.
@@ -207,7 +209,7 @@ def make_kernel_spec(q: Any, keys: Any, tables: Any, limits: Any) -> KernelSpec:
     heads = K // heads_per_matrix
 
     def block_index_map(step: Any, *steps: Any) -> tuple[Any, ...]:
-        return Steps(*steps).blocks[step], 0, 0, 0
+        return PageSteps(*steps).blocks[step], 0, 0, 0
 
     return KernelSpec(
         grid=(jnp.maximum(num_steps, 1),),
@@ -234,7 +236,7 @@ def _pages_kernel(
     heads_per_matrix: int, groups: int,
 ) -> None:  # fmt: skip
     """Add a step's pages to a block's softmax; outputs are sums until the last step."""
-    steps = Steps(tables_ref, num_pages_ref, starts_ref, blocks_ref)
+    steps = PageSteps(tables_ref, num_pages_ref, starts_ref, blocks_ref)
     (slots, width), (page, H) = keys_ref.shape[:2], keys_ref.shape[3:]
     step, num_steps = pl.program_id(0), pl.num_programs(0)
     block, first_page = steps.locate_first_page(step, width)

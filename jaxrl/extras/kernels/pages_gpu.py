@@ -98,7 +98,7 @@ def _check_operands(dtype: Any, head_dim: int, page: int) -> None:
 
 
 class WorkPartition(NamedTuple):
-    """Units of work of F query matrices with all KV heads, and the programs that process them.
+    """Partition of the work on F query matrices, with all KV heads, among programs.
 
     The units of a matrix are the start of its first KV head, that head's pages, the start of its
     second head, and so on. Starting a head costs about as much as a page. If the last unit of a
@@ -145,19 +145,19 @@ def partition_work(limits: Int[Array, " F"], page_tokens: int, num_heads: int) -
     num_programs = jnp.clip(total // min_units, 1, NUM_PROGRAMS)
     bounds = jnp.minimum(jnp.arange(NUM_PROGRAMS + 1) * total // num_programs, ends[-1])
 
-    def locate_unit(unit: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def decompose_unit(unit: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         matrix = jnp.minimum((ends <= unit[:, None]).sum(axis=1), F - 1)
         offset = unit - (ends - width * num_heads)[matrix]
         units_per_head = jnp.maximum(width[matrix], 1)
         return matrix, offset // units_per_head, offset % units_per_head
 
-    matrix, head, cursor = locate_unit(bounds)
+    matrix, head, cursor = decompose_unit(bounds)
     start = jnp.maximum(cursor - 1, 0)
     # Units are pages and starts; each KV head has one start.
     before = ends - width * num_heads - (rank - is_live) * num_heads
     num_before = before[matrix] + head * pages[matrix] + start
     num_pages = jnp.diff(num_before)
-    last_matrix, last_head, cursor = locate_unit(jnp.maximum(bounds[1:] - 1, 0))
+    last_matrix, last_head, cursor = decompose_unit(jnp.maximum(bounds[1:] - 1, 0))
     last_head -= cursor == 0  # the previous KV head, possibly of another matrix
     last_end = ends[last_matrix] - width[last_matrix] * (num_heads - 1 - last_head)
     matrix, head, start = (x[:-1] for x in (matrix, head, start))
@@ -169,7 +169,7 @@ def partition_work(limits: Int[Array, " F"], page_tokens: int, num_heads: int) -
     return WorkPartition(*(x.astype(jnp.int32) for x in arrays))
 
 
-class Span(NamedTuple):
+class PageSpan(NamedTuple):
     """Consecutive pages that a program reads for one KV head of a query matrix.
 
     Attributes:
@@ -195,14 +195,14 @@ Cursor = tuple[Any, Any, Any, Any]
 
 def get_next_span(
     cursor: Cursor, program: Any, pages: Any, next_live: Any, K: int
-) -> tuple[Span, Cursor]:
-    """Return a program's next span, and the advanced cursor."""
+) -> tuple[PageSpan, Cursor]:
+    """Return the next span of a program, and the advanced cursor."""
     matrix, head, start, num_left = cursor
     width = pages[matrix]
     count = jnp.minimum(width - start, num_left)
     parts = pages.shape[0] * K + 2 * program
     complete_slot = jnp.where(count < width, parts + 1, matrix * K + head)
-    span = Span(matrix, head, start, count, jnp.where(start > 0, parts, complete_slot))
+    span = PageSpan(matrix, head, start, count, jnp.where(start > 0, parts, complete_slot))
     is_last = head == K - 1
     after = jnp.where(is_last, next_live[matrix], matrix), jnp.where(is_last, 0, head + 1)
     return span, (*after, 0 * start, num_left - count)
@@ -287,7 +287,7 @@ def _kernel(*refs: Any, matrices_per_row: int, scale: float) -> None:
     shared = SharedMemory(*refs[10:])
     program = jax.lax.axis_index("program")
 
-    def for_each_span(visit: Callable[[Span, jax.Array], None]) -> None:
+    def for_each_span(visit: Callable[[PageSpan, jax.Array], None]) -> None:
         """Call `visit` with each span of the program and the number of preceding pages."""
 
         def step(_: jax.Array, carry: tuple[Cursor, jax.Array]) -> tuple[Cursor, jax.Array]:
@@ -315,7 +315,7 @@ def _fetch_span(
     tables: Any,
     shared: SharedMemory,
     matrices_per_row: int,
-    span: Span,
+    span: PageSpan,
     num_before: Any,
 ) -> None:
     """Copy a span's keys and values to the ring buffers, page by page as slots become free."""
@@ -340,7 +340,7 @@ def _fetch_span(
 
 
 def _attend_span(
-    arrays: tuple[Any, ...], shared: SharedMemory, span: Span, num_before: Any, *, scale: float
+    arrays: tuple[Any, ...], shared: SharedMemory, span: PageSpan, num_before: Any, *, scale: float
 ) -> None:
     """Compute a span's attention as pages arrive, and store the result in its slot."""
     q, all_limits, all_out, all_lse = arrays

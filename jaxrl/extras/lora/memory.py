@@ -13,7 +13,7 @@ from jaxrl.runtime.weight_memory import compute_local_param_sizes
 
 @functools.cache
 def count_decode_bytes(adapter: Adapter, mesh: Any, dtype: np.dtype, *, may_share: bool) -> int:
-    """Return the bytes of a LoRA policy's sampler weights on one device.
+    """Return the bytes of the sampler's weights on one device, with an adapter.
 
     Args:
         adapter: Adapter of the policy.

@@ -241,7 +241,7 @@ async def _open_client(
 
 
 class _Connection:
-    """An open client. The same task opens and closes it, as anyio requires."""
+    """Open client, which a single task opens and closes, as anyio requires."""
 
     def __init__(self, client_context: contextlib.AbstractAsyncContextManager[Any]) -> None:
         """Start opening the client on the running event loop."""

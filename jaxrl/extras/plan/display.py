@@ -31,7 +31,7 @@ def format_plan(plan: Plan, advice: Sequence[Suggestion], num_needed: int | None
         for name, size in phase.persistent.items():
             table.add_row(f"  {name}", f"{size / scale:.2f}")
         for moment, terms in phase.moments.items():
-            mark = " (the peak)" if moment == phase.moment else ""
+            mark = " (the peak)" if moment == phase.peak_moment else ""
             table.add_row(f"  during: {moment}{mark}", f"{sum(terms.values()) / scale:.2f}")
             for name, size in terms.items():
                 table.add_row(f"    {name}", f"{size / scale:.2f}")
@@ -49,7 +49,7 @@ def format_plan(plan: Plan, advice: Sequence[Suggestion], num_needed: int | None
         f"({USABLE_SHARE:.0%} of {format_bytes(target.limit)}{qualifier})",
     ]
     peak_phase = max(plan.phases, key=lambda phase: phase.peak)
-    peak_terms = peak_phase.persistent | peak_phase.moments[peak_phase.moment]
+    peak_terms = peak_phase.persistent | peak_phase.moments[peak_phase.peak_moment]
     top_names = sorted(peak_terms, key=lambda name: -peak_terms[name])[:2]
     largest = ", ".join(f"{name} {format_bytes(peak_terms[name])}" for name in top_names)
     lines.append(f"largest terms, in {peak_phase.name}: {largest}")
@@ -69,7 +69,7 @@ def format_plan(plan: Plan, advice: Sequence[Suggestion], num_needed: int | None
 def plan_to_json(plan: Plan) -> dict[str, Any]:
     """Convert the plan to a JSON object, with sizes in bytes."""
     phases = [
-        {**dataclasses.asdict(phase), "moment": phase.moment, "peak": phase.peak}
+        {**dataclasses.asdict(phase), "moment": phase.peak_moment, "peak": phase.peak}
         for phase in plan.phases
     ]
     totals = {"peak": plan.peak, "usable": plan.target.usable, "fits": plan.fits}

@@ -109,7 +109,7 @@ class Target:
 
     @property
     def limit(self) -> int:
-        """Memory of a device, in bytes; a run that needs more does not start."""
+        """Memory of a device in bytes. A run that needs more does not start."""
         return self.memory_bytes if self.free_bytes is None else self.free_bytes
 
     @property
@@ -137,11 +137,11 @@ class Phase:
     @property
     def peak(self) -> int:
         """Peak memory in bytes."""
-        return sum(self.persistent.values()) + sum(self.moments[self.moment].values())
+        return sum(self.persistent.values()) + sum(self.moments[self.peak_moment].values())
 
     @property
-    def moment(self) -> str:
-        """Name of the moment with the highest memory use."""
+    def peak_moment(self) -> str:
+        """Name of the entry in `moments` with the highest memory use."""
         return max(self.moments, key=lambda name: sum(self.moments[name].values()))
 
 
@@ -302,7 +302,7 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
         sampling = plan_rollout(config, model, target)
         names = ("decode weights", "KV cache", "states of recurrent layers")
         persistent |= {n: sampling.persistent[n] for n in names if n in sampling.persistent}
-        persistent |= {"sampling": sum(sampling.moments[sampling.moment].values())} | searching
+        persistent |= {"sampling": sum(sampling.moments[sampling.peak_moment].values())} | searching
 
     # Layers. Without a scan over layers, the CPU compiler keeps all activations.
     remat = "none" if is_cpu and not config.model.scan_layers else config.model.remat
@@ -633,7 +633,7 @@ def _make_phase(
     moments: dict[str, dict[str, int]],
     resident: dict[str, int] | None = None,
 ) -> Phase:
-    """Build a phase without empty terms. `MARGIN` is added to moments, not to `resident`."""
+    """Build a phase from nonzero terms, with `MARGIN` added to moments but not to `resident`."""
     for moment, terms in moments.items():
         margin = {"margin": int(MARGIN * sum(terms.values()))}
         all_terms = (resident or {}) | terms | margin

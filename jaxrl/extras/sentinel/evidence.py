@@ -144,7 +144,7 @@ def is_repetitive(ids: np.ndarray) -> bool:
 
 
 def find_duplicates(group: Group) -> list[bool]:
-    """Return True for each scored trajectory with the same sampled ids as another in its group."""
+    """Return True for each scored trajectory whose sampled ids occur twice in its group."""
     texts = list(map(_get_sampled_bytes, group.scored_trajectories))
     return [texts.count(text) > 1 for text in texts]
 

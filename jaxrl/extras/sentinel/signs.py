@@ -64,7 +64,7 @@ def detect_signs(
         record: Metrics of the step, keyed by name.
         groups: Groups that the step trained on, with advantages.
         state: State after the previous step: "steps" (statistics of earlier steps), "best"
-            (`History.best`), "counts" (consecutive steps in which each rule fired) and "twins"
+            (`StepHistory.best`), "counts" (consecutive steps in which each rule fired) and "twins"
             (log-likelihoods of identical samples, summed over steps).
         method: Training method.
         step: Step number within the stage, from 1.
@@ -80,7 +80,7 @@ def detect_signs(
     duplicates = {
         pair: value + state.get("twins", {}).get(pair, 0.0) for pair, value in now["twins"].items()
     }
-    history = History(past=past, now=now, number=step, best=best)
+    history = StepHistory(past=past, now=now, number=step, best=best)
     rules: dict[str, tuple[RuleResult, int]] = {
         # Result of each rule, and the number of consecutive steps in which it must fire.
         "prompts": (detect_prompt_mismatch(now), 1),
@@ -129,8 +129,8 @@ detect_signs.signs = (  # type: ignore[attr-defined]  # keys of config.watch.act
 )
 
 
-class History:
-    """Statistics of the current and earlier steps."""
+class StepHistory:
+    """Statistics of the current step and earlier steps."""
 
     def __init__(
         self, *, past: Sequence[StepStats], now: StepStats, number: int, best: Mapping[str, Any]
@@ -204,7 +204,7 @@ def detect_repeated_keys(duplicates: Mapping[str, float]) -> RuleResult:
 
 
 def detect_uneven_advantages(now: StepStats, method: Method) -> RuleResult:
-    """Detect groups whose advantages do not sum to 0, as the estimator guarantees."""
+    """Detect groups whose advantages do not sum to 0, although the estimator guarantees it."""
     if now["uneven"] < 1e-3:
         return None
     return "advantages_uneven", (
@@ -214,7 +214,7 @@ def detect_uneven_advantages(now: StepStats, method: Method) -> RuleResult:
     )
 
 
-def detect_skipped_updates(history: History) -> RuleResult:
+def detect_skipped_updates(history: StepHistory) -> RuleResult:
     """Detect updates that were skipped because the gradient was not finite."""
     earlier = [*history.get_recent_values("skipped", 1), 0.0][0]
     skipped = (history.now["skipped"] or 0.0) - earlier
@@ -227,7 +227,7 @@ def detect_skipped_updates(history: History) -> RuleResult:
     )
 
 
-def detect_sampler_mismatch(history: History, limit: float, *, has_lag: bool) -> RuleResult:
+def detect_sampler_mismatch(history: StepHistory, limit: float, *, has_lag: bool) -> RuleResult:
     """Detect a gap between sampler and trainer logprobs that is too large or has grown."""
     now, prior = history.now["gap"], history.get_baseline_values("gap")[-20:]
     if now is None:
@@ -264,7 +264,7 @@ def describe_gap(gap: float) -> str:
     return next(name for limit, name in GAP_LABELS if gap < limit)
 
 
-def detect_gradient_explosion(history: History) -> RuleResult:
+def detect_gradient_explosion(history: StepHistory) -> RuleResult:
     """Detect a gradient norm far above the largest recent norm."""
     now = history.now["gradient"]
     prior = [x for x in history.get_recent_values("gradient", 20) if x > 0]
@@ -278,7 +278,7 @@ def detect_gradient_explosion(history: History) -> RuleResult:
     )
 
 
-def detect_large_update(history: History) -> RuleResult:
+def detect_large_update(history: StepHistory) -> RuleResult:
     """Detect a step whose updates moved the policy too far."""
     now, prior = history.now["moved"], [abs(x) for x in history.get_recent_values("moved", 20)]
     if now is None or len(prior) < MIN_PRIOR or abs(now) < 0.1 or abs(now) < 10 * median(prior):
@@ -303,8 +303,8 @@ def detect_constant_rewards(now: StepStats) -> RuleResult:
     )
 
 
-def detect_sudden_success(history: History) -> RuleResult:
-    """Detect a sudden jump to 100% correct answers that chance does not explain."""
+def detect_sudden_success(history: StepHistory) -> RuleResult:
+    """Detect an implausibly sudden jump to 100% correct answers."""
     prior, now = history.get_baseline_values("correct")[-10:], history.now
     if len(prior) < MIN_PRIOR or now["correct"] != 1.0 or now["num"] < 8:
         return None
@@ -318,7 +318,7 @@ def detect_sudden_success(history: History) -> RuleResult:
     )
 
 
-def detect_lenient_judge(history: History) -> RuleResult:
+def detect_lenient_judge(history: StepHistory) -> RuleResult:
     """Detect a judge that gives every answer a score of 1, correct or wrong."""
     correct = history.compute_recent_mean("correct")
     for judge_name, approval_rate in history.now["yes"].items():
@@ -336,7 +336,7 @@ def detect_lenient_judge(history: History) -> RuleResult:
     return None
 
 
-def detect_search_change(history: History) -> RuleResult:
+def detect_search_change(history: StepHistory) -> RuleResult:
     """Detect a sharp drop in searches that find the answer, at a similar call rate."""
     share, prior = history.compute_recent_mean("found"), history.get_baseline_values("found")
     searching = history.compute_recent_mean("searching")
@@ -360,7 +360,7 @@ def detect_search_change(history: History) -> RuleResult:
     )
 
 
-def detect_reward_drop(history: History, min_drop: float) -> RuleResult:
+def detect_reward_drop(history: StepHistory, min_drop: float) -> RuleResult:
     """Detect a mean reward far below the best mean reward so far."""
     now, best = history.compute_recent_mean("reward"), history.best
     if now is None or "reward" not in best:
@@ -380,7 +380,7 @@ def detect_reward_drop(history: History, min_drop: float) -> RuleResult:
     )
 
 
-def detect_entropy_change(history: History, share: float) -> RuleResult:
+def detect_entropy_change(history: StepHistory, share: float) -> RuleResult:
     """Detect identical samples while answers are wrong, or an unusually low or high entropy."""
     now = history.now
     entropy, prior = now["entropy"], history.get_baseline_values("entropy")
@@ -412,7 +412,7 @@ def detect_entropy_change(history: History, share: float) -> RuleResult:
     return None
 
 
-def detect_likelihood_drop(history: History) -> RuleResult:
+def detect_likelihood_drop(history: StepHistory) -> RuleResult:
     """Detect a drop in the likelihood of responses with a positive advantage."""
     now = history.compute_recent_mean("likelihood")
     prior = history.get_baseline_values("likelihood")
@@ -449,7 +449,7 @@ _SHARE_SIGNS = {
 """For each statistic: name of the sign, description of the responses, and advice."""
 
 
-def detect_share_increase(history: History, name: str, share: float) -> RuleResult:
+def detect_share_increase(history: StepHistory, name: str, share: float) -> RuleResult:
     """Detect a rise in the statistic `name`, a fraction of bad responses."""
     now, prior = history.now[name], history.get_baseline_values(name)
     if now is None or len(prior) < MIN_PRIOR or now < share:
@@ -462,7 +462,7 @@ def detect_share_increase(history: History, name: str, share: float) -> RuleResu
     return sign, f"{now:.0%} of the responses {description}, usually {median(prior):.0%}. {advice}"
 
 
-def detect_length_change(history: History) -> RuleResult:
+def detect_length_change(history: StepHistory) -> RuleResult:
     """Detect a mean response length above 3 times or below 1/3 of the typical length."""
     now, prior = history.compute_recent_mean("length"), history.get_baseline_values("length")
     if now is None or len(prior) < MIN_PRIOR:
@@ -476,7 +476,7 @@ def detect_length_change(history: History) -> RuleResult:
     )
 
 
-def detect_missing_signal(history: History) -> RuleResult:
+def detect_missing_signal(history: StepHistory) -> RuleResult:
     """Detect groups in which all rewards are equal, although some answers are wrong."""
     now = history.now
     if now["signal"] is None or now["signal"] > 0 or (now["correct"] or 0.0) >= 0.9:

@@ -125,7 +125,7 @@ class MathVerify(AnswerPart):
             return self._pool
 
     def close(self) -> None:
-        """Stop the workers, which also stop at exit."""
+        """Stop the workers, which otherwise stop at exit."""
         if self._pool is not None:
             self._pool.stop()
             self._pool.join()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.config.schema import flatten
-from jaxrl.extras.trackers.run_id import read_or_create
+from jaxrl.extras.trackers.run_id import read_or_create_id
 from jaxrl.logs.writers import Table
 from jaxrl.training.interfaces import Record
 
@@ -56,7 +56,7 @@ class MLflow:
                 self._client.log_batch(run.info.run_id, params=batch)
             return str(run.info.run_id)
 
-        self._run_id = read_or_create(workdir, "mlflow", create)
+        self._run_id = read_or_create_id(workdir, "mlflow", create)
         self._client.update_run(self._run_id, status="RUNNING")
         steps = [m.step for m in self._client.get_metric_history(self._run_id, "step")]
         self._num_logged = max(steps, default=-1) + 1

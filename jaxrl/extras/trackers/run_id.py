@@ -9,7 +9,7 @@ from pathlib import Path
 from jaxrl.utils.files import atomic_write
 
 
-def read_or_create(workdir: Path, tracker: str, create: Callable[[], str]) -> str:
+def read_or_create_id(workdir: Path, tracker: str, create: Callable[[], str]) -> str:
     """Return the identifier in the workdir's file `<tracker>/run_id`, or create the file."""
     file = workdir / tracker / "run_id"
     if not file.exists():

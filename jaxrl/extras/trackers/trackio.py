@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxrl.extras.trackers.run_id import make_id, read_or_create
+from jaxrl.extras.trackers.run_id import make_id, read_or_create_id
 from jaxrl.logs.writers import Table
 from jaxrl.training.interfaces import Record
 
@@ -25,7 +25,7 @@ class Trackio:
 
         self._trackio = trackio
         # Trackio finds a run by its name, which must be unique in the project.
-        name = read_or_create(workdir, "trackio", lambda: f"{workdir.name}-{make_id()}")
+        name = read_or_create_id(workdir, "trackio", lambda: f"{workdir.name}-{make_id()}")
         self._run = trackio.init(
             project=project, name=name, resume="allow", config=dict(config), embed=False
         )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxrl.extras.trackers.run_id import make_id, read_or_create
+from jaxrl.extras.trackers.run_id import make_id, read_or_create_id
 from jaxrl.logs.writers import Table
 from jaxrl.training.interfaces import Record
 
@@ -23,7 +23,7 @@ class WandB:
         self._make_table = wandb.Table
         self._run = wandb.init(
             project=project,
-            id=read_or_create(workdir, "wandb", make_id),
+            id=read_or_create_id(workdir, "wandb", make_id),
             resume="allow",
             name=workdir.name,
             dir=str(workdir),

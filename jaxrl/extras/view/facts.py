@@ -258,7 +258,7 @@ def list_costs(run: RunReader) -> list[tuple[str, float]]:
 
 
 def compute_times(run: RunReader) -> list[dict[str, Any]]:
-    """Compute the seconds that each stage spent on each part of `TIMINGS`, and on everything else.
+    """Compute the seconds that each stage spent on each entry of `TIMINGS` and on other work.
 
     Time between two records, for example for a checkpoint, counts toward the later record.
     """
@@ -319,12 +319,17 @@ def list_config_rows(run: RunReader) -> list[tuple[str, Any, Any, bool]]:
     """List (key, value, default, is_changed) for all config keys."""
     defaults = flatten(default_config())
     return [
-        (key, value, defaults.get(key), _dumps(value) != _dumps(defaults.get(key)))
+        (
+            key,
+            value,
+            defaults.get(key),
+            _to_canonical_json(value) != _to_canonical_json(defaults.get(key)),
+        )
         for key, value in expand_environments(run.config).items()
     ]
 
 
-def _dumps(value: Any) -> str:
+def _to_canonical_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, default=str)  # tuples are lists in files
 
 
@@ -355,22 +360,24 @@ def group_runs(runs: Sequence[RunReader], ignore: Sequence[str] = ()) -> list[di
     for number, run in enumerate(runs):
         # A run without a config forms a separate group.
         group_id = None if run.config else number
-        key = _dumps([group_id, get_comparable_config(run)])
+        key = _to_canonical_json([group_id, get_comparable_config(run)])
         members.setdefault(key, []).append(number)
     # Label each group with the settings in which groups differ.
     configs = [get_comparable_config(runs[numbers[0]]) for numbers in members.values()]
     keys = dict.fromkeys(key for config in configs for key in config)
-    varying_keys = [key for key in keys if len({_dumps(config.get(key)) for config in configs}) > 1]
+    varying_keys = [
+        key for key in keys if len({_to_canonical_json(config.get(key)) for config in configs}) > 1
+    ]
     groups = []
     for numbers, config in zip(members.values(), configs, strict=True):
         names = [runs[number].name for number in numbers]
         label = names[0] if len(names) == 1 else f"{names[0]} ({len(names)} seeds)"
-        settings = [f"{key}={_shorten(repr(config.get(key)))}" for key in varying_keys]
+        settings = [f"{key}={_truncate_middle(repr(config.get(key)))}" for key in varying_keys]
         groups.append({"label": label, "runs": numbers, "settings": settings})
     return groups
 
 
-def _shorten(text: str) -> str:
+def _truncate_middle(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:30]}…{text[-30:]}"
 
 

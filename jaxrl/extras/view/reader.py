@@ -123,7 +123,7 @@ class _CachedFile(NamedTuple):
 
 
 class RunReader:
-    """Contents of a workdir at the last `refresh`.
+    """Reader of a workdir, with the contents at the last `refresh`.
 
     Attributes:
         workdir: Folder of the run.
@@ -249,7 +249,7 @@ def _read_changes(path: Path) -> list[dict[str, Any]]:
 
 @lru_cache(maxsize=4)
 def _read_evaluation_json(path: Path, identity: Identity | None) -> dict[str, Any]:
-    """Read an evaluation file. `identity` is in the cache key, so changed files are reread."""
+    """Read an evaluation file, cached by `identity` so that changed files are read again."""
     return read_object(path)
 
 

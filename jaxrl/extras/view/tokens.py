@@ -79,7 +79,7 @@ class Tokens:
         return [None if None in values else function(*values) for values in lists]
 
     def get_advantages(self) -> Values:
-        """Return the advantage of each token: as recorded, or else the trajectory's.
+        """Return the advantage of each token: the recorded value, or else the trajectory's.
 
         Raises:
             NotRecordedError: No token advantages are recorded, and the trajectory has no advantage

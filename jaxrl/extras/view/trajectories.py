@@ -103,7 +103,7 @@ class TrajectoryIndex:
         return self.folder / f"step_{step:06d}.jsonl"
 
     def _list_files(self) -> dict[int, Identity]:
-        """Return the identity of each regular file, keyed by step."""
+        """Return the identity of each regular file by step."""
         files = {}
         for path in self.folder.glob("step_*.jsonl"):
             match = _FILE.fullmatch(path.name)
@@ -190,7 +190,7 @@ def get_identity(path: Path) -> Identity | None:
 
 
 def parse_leading_fields(line: bytes) -> tuple[dict[str, Any], int | None, int | None]:
-    """Parse a line up to the lists of numbers, which make up the rest of the line.
+    """Parse a line up to the lists of numbers at its end.
 
     The elements of the lists are counted, not parsed. Damage in the lists is therefore noticed only
     when the trajectory is opened. The key of the first list cannot occur inside a string, where

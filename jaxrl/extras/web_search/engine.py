@@ -231,7 +231,7 @@ def _get_result_list(fields: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def _parse_hit(result: Any, address: str, text: str) -> Hit:
-    """Parse a result, treating missing fields as empty.
+    """Parse a result. Missing fields count as empty.
 
     Raises:
         ValueError: The result is not an object, a field is not text, or title and text are empty.

@@ -249,7 +249,7 @@ def test_a_rollout_one_step_ahead_lies_beside_the_update():
     alone = train_phase(large_run(**{"rollout.cache_gib": 4.0}))
     beside = train_phase(large_run(**AHEAD))
     sampler = memory.plan_rollout(large_run(**AHEAD), QWEN_7B, NODE)
-    moment = sum(sampler.moments[sampler.moment].values())
+    moment = sum(sampler.moments[sampler.peak_moment].values())
     more = sampler.persistent["decode weights"] + sampler.persistent["KV cache"] + moment
     assert beside.peak == alone.peak + more
     assert sampler.persistent["KV cache"] > 3 * GIB
