@@ -384,8 +384,8 @@ def set_advantages(
 
     Args:
         groups: Groups to copy.
-        advantages: For each trajectory, in the order of `flatten_groups`, a single number or one
-            number per token `[L]`. Only sampled tokens are trained on.
+        advantages: One number, or one number per token `[L]`, for each trajectory in the order of
+            `flatten_groups`. Only sampled tokens are trained on.
 
     Raises:
         ValueError: An advantage is not finite, or the number of values is wrong.

@@ -32,7 +32,7 @@ Log = Callable[[str], None]
 
 
 def build_tools(c: ResolvedConfig, log: Log) -> list[Tool]:
-    """Create all tools except search, including those of MCP servers.
+    """Create all tools except search, including tools from MCP servers.
 
     Raises:
         ValueError: A tool needs a package that is not installed, or an MCP server does not respond.

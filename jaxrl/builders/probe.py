@@ -65,7 +65,7 @@ def probe_schedule(settings: OptimizerSettings) -> None:
 
 
 def probe_method(method: Method, max_response_tokens: int) -> None:
-    """Call the method's custom functions on arrays shaped like those of a training step.
+    """Call the method's custom functions on arrays with the shapes of a training step.
 
     Losses, KL estimators and advantage estimators are traced, not executed.
 

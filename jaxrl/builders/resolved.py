@@ -170,7 +170,7 @@ class ResolvedConfig:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """Strings that end a turn, except those of MCP tools."""
+        """Strings that end a turn, without the tags of MCP tools."""
         if not issubclass(self.env_class, SearchEnv):
             return tuple(self.env_class.stop_strings)
         names = [tool.name for tool in self.tools]

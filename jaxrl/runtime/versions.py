@@ -83,7 +83,7 @@ def describe_environment(components: Components) -> dict[str, Any]:
 
 
 def collect_kernel_checks(components: Components) -> tuple[KernelCheck, ...]:
-    """Return the kernel checks of the attention kernels, followed by those of the architecture."""
+    """Return the self-test results of the attention kernels and of the architecture's kernels."""
     if components.external:
         return ()
     return *components.model.attention.kernel_checks, *components.model.architecture.kernel_checks

@@ -146,7 +146,7 @@ def resolve_action(sign: Mapping[str, Any], watch: WatchSettings) -> str:
 def rollback_target(
     sign: Mapping[str, Any], watch: WatchSettings, watched: WatchState, steps: Sequence[int]
 ) -> int:
-    """Return the step to roll back to: that of the newest healthy checkpoint, or else the oldest.
+    """Return the step of the newest healthy checkpoint, or else of the oldest checkpoint.
 
     `steps` are the steps of the stage that have a checkpoint.
 

@@ -167,4 +167,4 @@ ENGINES: Mapping[str, str | type[SearchEngine]] = {
 ENGINE_ALIASES: Mapping[str, Mapping[str, str]] = {
     "google": {"search.engine": "web", "search.web.provider": "serper"},
 }
-"""Keys that another name of an engine stands for."""
+"""Keys and values for each alias of an engine."""

@@ -108,10 +108,10 @@ class McpServer:
         """Read settings and secrets without connecting.
 
         Args:
-            spec: For a stdio server, `command` (a list of arguments) and `env` (names of
-                environment variables to pass in addition to PATH, HOME and others). For a
-                streamable HTTP server, `url` and `headers` (name of the environment variable with
-                the value of each HTTP header).
+            spec: `command` (a list of arguments) and `env` (names of environment variables to pass
+                in addition to PATH, HOME and others) of a stdio server, or `url` and `headers`
+                (name of the environment variable with the value of each HTTP header) of a
+                streamable HTTP server.
             deadline_s: Timeout per call and per connection attempt, in seconds.
 
         Raises:

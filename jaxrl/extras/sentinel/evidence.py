@@ -66,7 +66,7 @@ def compute_step_stats(
         found: Fraction of the trajectories with a call whose results contain an accepted answer.
         prompts: Number of groups whose samples have different prompts.
         uneven: Maximum over groups of |sum of advantages| / max |advantage|.
-        yes: For each judge, the fraction of scores equal to 1.
+        yes: Fraction of scores equal to 1, for each judge.
         twins: Result of `find_duplicate_pairs`.
         Keys of `METRICS`: Metrics from `record`.
     """

@@ -20,8 +20,8 @@ from jaxrl.extras.serve.generation import (
     build_request,
 )
 from jaxrl.extras.serve.schemas import (
-    ChatBody,
-    GenerateBody,
+    ChatCompletionRequest,
+    GenerateRequest,
     make_unsupported_error,
     parse_body,
     reject_unsupported_fields,
@@ -35,7 +35,7 @@ def parse_chat_request(data: bytes, session: str, model: ServedModel) -> Complet
     Raises:
         RequestError: The request is invalid or not supported.
     """
-    body = parse_body(data, ChatBody)
+    body = parse_body(data, ChatCompletionRequest)
     reject_unsupported_fields(body.model_extra)
     # Prompts always keep a session's sampled tokens, as preserve_thinking=True requests.
     expected = {**model.tokenizer.template_arguments, "preserve_thinking": True}
@@ -154,7 +154,7 @@ def _format_tool_calls(
 
 def _format_token_fields(completion: Completion, chunk: OutputChunk) -> dict[str, Any]:
     """Return the token ids and log-probabilities of a chunk that the client requested."""
-    body: ChatBody = completion.request.body
+    body: ChatCompletionRequest = completion.request.body
     fields: dict[str, Any] = {}
     if body.return_token_ids:
         fields["token_ids"] = list(chunk.token_ids)
@@ -189,7 +189,7 @@ def parse_generate_request(data: bytes, session: str, model: ServedModel) -> Com
     Raises:
         RequestError: The request is invalid or not supported.
     """
-    body = parse_body(data, GenerateBody)
+    body = parse_body(data, GenerateRequest)
     reject_unsupported_fields(body.model_extra)
     reject_unsupported_fields(body.sampling_params.model_extra, "sampling_params.")
     return build_request(model, body.token_ids, body.sampling_params, body)

@@ -113,7 +113,7 @@ class Choice:
         return self.chunks[-1].finish_reason if self.chunks else ""
 
     @property
-    def needs_job(self) -> bool:
+    def needs_submission(self) -> bool:
         """True if the sample is incomplete and has no running job."""
         is_running = self.job is not None and not self.job.is_cancelled and not self.finish_reason
         return not is_running and self.finish_reason not in (STOP, LENGTH)
@@ -299,7 +299,7 @@ class CompletionCache:
         """Submit all incomplete samples, with unchanged random keys."""
         choices, jobs = [], []
         for choice, key in zip(completion.choices, completion.keys, strict=True):
-            if choice.needs_job:
+            if choice.needs_submission:
                 choice = Choice()
                 choice.job = GenerationJob(
                     request=completion.request,

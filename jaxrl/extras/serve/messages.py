@@ -16,8 +16,8 @@ from jaxrl.extras.serve.generation import (
     build_request,
 )
 from jaxrl.extras.serve.schemas import (
-    CountTokensBody,
-    MessagesBody,
+    CountTokensRequest,
+    MessagesRequest,
     parse_body,
     reject_unsupported_fields,
 )
@@ -25,7 +25,10 @@ from jaxrl.extras.serve.worker import STOP, CompletionRequest
 
 
 def parse_messages_request(
-    data: bytes, session: str, model: ServedModel, body_type: type[CountTokensBody] = MessagesBody
+    data: bytes,
+    session: str,
+    model: ServedModel,
+    body_type: type[CountTokensRequest] = MessagesRequest,
 ) -> CompletionRequest:
     """Parse the body of a Messages request and build the prompt.
 

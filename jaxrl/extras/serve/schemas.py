@@ -64,8 +64,8 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
 """Values without effect, by field. For other fields, these are the falsy values."""
 
 
-class Body(BaseModel):
-    """Base class of JSON objects in a request. Null fields count as missing."""
+class RequestModel(BaseModel):
+    """Base class of JSON objects in requests. Null fields count as missing."""
 
     model_config = ConfigDict(strict=True)
 
@@ -77,10 +77,10 @@ class Body(BaseModel):
         return value
 
 
-BodyType = TypeVar("BodyType", bound=Body)
+RequestType = TypeVar("RequestType", bound=RequestModel)
 
 
-def parse_body(data: bytes, model: type[BodyType]) -> BodyType:
+def parse_body(data: bytes, model: type[RequestType]) -> RequestType:
     """Parse and validate the body of a request.
 
     Raises:
@@ -95,7 +95,7 @@ def parse_body(data: bytes, model: type[BodyType]) -> BodyType:
     return validate(value, model)
 
 
-def validate(value: Any, model: type[BodyType]) -> BodyType:
+def validate(value: Any, model: type[RequestType]) -> RequestType:
     """Convert a JSON value to `model`.
 
     Raises:
@@ -161,7 +161,7 @@ Stops = Annotated[
 ]
 
 
-class SamplingFields(Body, extra="allow"):
+class SamplingFields(RequestModel, extra="allow"):
     """Sampling settings common to all APIs."""
 
     temperature: Annotated[float, Field(ge=0, le=100), AfterValidator(_check_temperature)] = 1.0
@@ -180,7 +180,7 @@ class ReplyFields(SamplingFields):
     return_token_ids: bool = False
 
 
-class TextPart(Body, extra="forbid"):
+class TextPart(RequestModel, extra="forbid"):
     """Text block of a message.
 
     The fields after `text` are ignored; unknown fields are rejected.
@@ -205,14 +205,14 @@ def join_text(parts: Sequence[Any] | None) -> str:
 # OpenAI's chat completions
 
 
-class FunctionCall(Body, extra="forbid"):
+class FunctionCall(RequestModel, extra="forbid"):
     """Name of a tool call and its arguments, JSON text or an object."""
 
     name: str
     arguments: Annotated[Any, BeforeValidator(parse_arguments)] = {}
 
 
-class ToolCallBody(Body, extra="forbid"):
+class ToolCallParam(RequestModel, extra="forbid"):
     """Tool call in an assistant message."""
 
     id: str = ""
@@ -221,12 +221,12 @@ class ToolCallBody(Body, extra="forbid"):
     function: FunctionCall
 
 
-class MessageBody(Body, extra="allow"):
+class MessageParam(RequestModel, extra="allow"):
     """Chat message. The chat template receives undeclared fields."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: TextParts | None = None
-    tool_calls: list[ToolCallBody] = []
+    tool_calls: list[ToolCallParam] = []
 
     def to_message(self) -> ChatMessage:
         """Convert the message for the chat history."""
@@ -242,7 +242,7 @@ class MessageBody(Body, extra="allow"):
         )
 
 
-class FunctionBody(Body):
+class FunctionDefinition(RequestModel):
     """Function that the model may call. `parameters` is a JSON schema."""
 
     name: str
@@ -250,11 +250,11 @@ class FunctionBody(Body):
     parameters: dict[str, Any] = {}
 
 
-class ToolBody(Body):
+class ToolParam(RequestModel):
     """Tool that the model may call."""
 
     type: Literal["function"] = "function"
-    function: FunctionBody
+    function: FunctionDefinition
 
 
 def _validate_tool(value: Any, handler: Any) -> Any:
@@ -263,19 +263,19 @@ def _validate_tool(value: Any, handler: Any) -> Any:
     return {name: item for name, item in value.items() if item is not None}
 
 
-class StreamOptions(Body):
+class StreamOptions(RequestModel):
     """Options of a streamed response."""
 
     include_usage: bool = False
 
 
-class ChatBody(ReplyFields):
+class ChatCompletionRequest(ReplyFields):
     """Body of `/v1/chat/completions`."""
 
-    messages: Annotated[list[MessageBody], Field(min_length=1)]
+    messages: Annotated[list[MessageParam], Field(min_length=1)]
     max_completion_tokens: PositiveInt | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
-    tools: list[Annotated[ToolBody, WrapValidator(_validate_tool)]] = []
+    tools: list[Annotated[ToolParam, WrapValidator(_validate_tool)]] = []
     tool_choice: Literal["auto", "none"] = "auto"
     parallel_tool_calls: bool = True
     stream_options: StreamOptions = StreamOptions()
@@ -294,7 +294,7 @@ class ChatBody(ReplyFields):
 # Anthropic's messages
 
 
-class ToolUseBlock(Body):
+class ToolUseBlock(RequestModel):
     """Tool call in an assistant message."""
 
     type: Literal["tool_use"]
@@ -303,7 +303,7 @@ class ToolUseBlock(Body):
     input: dict[str, Any] = {}
 
 
-class ToolResultBlock(Body):
+class ToolResultBlock(RequestModel):
     """Result of a tool call, in a user message."""
 
     type: Literal["tool_result"]
@@ -311,7 +311,7 @@ class ToolResultBlock(Body):
     content: TextParts = []
 
 
-class AnthropicMessage(Body, extra="forbid"):
+class AnthropicMessage(RequestModel, extra="forbid"):
     """Message from the user or the model, as a list of content blocks."""
 
     role: Literal["user", "assistant"]
@@ -356,7 +356,7 @@ class AnthropicMessage(Body, extra="forbid"):
         return messages
 
 
-class ClientTool(Body):
+class ClientTool(RequestModel):
     """Definition of a tool that the client runs."""
 
     type: Literal["custom"] = "custom"
@@ -374,14 +374,14 @@ class ClientTool(Body):
         return {"type": "function", "function": function}
 
 
-class ToolChoice(Body):
+class ToolChoice(RequestModel):
     """Options that enable or disable tool calls and multiple calls per response."""
 
     type: Literal["auto", "none"] = "auto"
     disable_parallel_tool_use: bool = False
 
 
-class CountTokensBody(ReplyFields):
+class CountTokensRequest(ReplyFields):
     """Body of `/v1/messages/count_tokens`."""
 
     system: TextParts | None = None
@@ -408,7 +408,7 @@ class CountTokensBody(ReplyFields):
         return [] if is_off else [tool.to_template_tool() for tool in self.tools]
 
 
-class MessagesBody(CountTokensBody):
+class MessagesRequest(CountTokensRequest):
     """Body of `/v1/messages`."""
 
     max_tokens: PositiveInt
@@ -423,7 +423,7 @@ class GenerateSamplingFields(SamplingFields):
     n: Literal[1] = 1
 
 
-class GenerateBody(Body, extra="allow"):
+class GenerateRequest(RequestModel, extra="allow"):
     """Body of `/inference/v1/generate`."""
 
     token_ids: Annotated[list[NonNegativeInt], Field(min_length=1)]

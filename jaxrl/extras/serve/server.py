@@ -32,7 +32,7 @@ from jaxrl.extras.serve import completions, messages
 from jaxrl.extras.serve.chats import ChatHistory
 from jaxrl.extras.serve.errors import RequestError
 from jaxrl.extras.serve.generation import Completion, CompletionCache, Event, ServedModel
-from jaxrl.extras.serve.schemas import CountTokensBody
+from jaxrl.extras.serve.schemas import CountTokensRequest
 from jaxrl.extras.serve.worker import Worker
 
 if TYPE_CHECKING:
@@ -274,7 +274,7 @@ class Endpoint:
         data = await self._read_body(request)
         parse, session = messages.parse_messages_request, request.scope["session"]
         completion_request = await asyncio.to_thread(
-            parse, data, session, self.model, CountTokensBody
+            parse, data, session, self.model, CountTokensRequest
         )
         return JSONResponse({"input_tokens": len(completion_request.prompt_ids)})
 

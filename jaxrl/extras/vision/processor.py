@@ -129,7 +129,7 @@ class HFImageProcessor:
             UnreadableError: The file is not an image.
         """
         if isinstance(picture, Video):
-            layout = self._lay_out(picture)
+            layout = self._compute_video_layout(picture)
             return self._count_video_tokens(math.prod(layout.grid), layout.times)
         with wrap_image_errors(picture), open_image(picture) as image:
             width, height = read_upright_size(image)
@@ -190,8 +190,8 @@ class HFImageProcessor:
                 self._num_bytes -= old.patches.nbytes
         return processed
 
-    def _lay_out(self, video: Video) -> Layout:
-        """Return the frames and the size of a video, cached because each draw of a task needs it.
+    def _compute_video_layout(self, video: Video) -> Layout:
+        """Compute the frames and size of a video; cached, since every draw of a task uses them.
 
         Raises:
             UnreadableError: The file is not a video, or its frames differ in size.
@@ -200,7 +200,7 @@ class HFImageProcessor:
             digest = video.digest
         if digest not in self._layouts:
             try:
-                self._layouts[digest] = self.video_rules.lay_out(read_header(video))
+                self._layouts[digest] = self.video_rules.compute_layout(read_header(video))
             except UnreadableImageError:
                 raise
             except ValueError as error:
@@ -213,7 +213,7 @@ class HFImageProcessor:
         Raises:
             UnreadableError: A frame is damaged.
         """
-        layout, rules = self._lay_out(video), self.video_rules
+        layout, rules = self._compute_video_layout(video), self.video_rules
         t, h, w = layout.grid
         size = w * rules.patch, h * rules.patch
         frames = []

@@ -102,7 +102,7 @@ class VideoRules:
     merge: int
     temporal_patch: int
 
-    def lay_out(self, header: Header) -> Layout:
+    def compute_layout(self, header: Header) -> Layout:
         """Choose the frames, the size and the times of a video.
 
         Raises:

@@ -9,7 +9,7 @@ import pytest
 from jaxrl.extras.serve.completions import parse_chat_request, parse_generate_request
 from jaxrl.extras.serve.errors import ContextLengthError, RequestError
 from jaxrl.extras.serve.messages import parse_messages_request
-from jaxrl.extras.serve.schemas import UNSUPPORTED, GenerateBody, parse_body
+from jaxrl.extras.serve.schemas import UNSUPPORTED, GenerateRequest, parse_body
 from tests.extras.serve.served import MAX_TOTAL, MODEL, TOKENIZER
 from tests.extras.serve.writing import TOOL
 
@@ -124,7 +124,7 @@ def test_wrong_values_are_rejected_and_never_a_fault(parse):
 )
 def test_bodies_are_one_object_in_utf_8(data):
     with pytest.raises(RequestError):
-        parse_body(data, GenerateBody)
+        parse_body(data, GenerateRequest)
 
 
 @pytest.mark.parametrize("parse", [parse_chat_request, parse_messages_request])

@@ -12,7 +12,7 @@ from jaxrl.extras.serve.chats import ChatHistory, parse_reply
 from jaxrl.extras.serve.completions import build_chat_response, parse_chat_request
 from jaxrl.extras.serve.generation import Completion
 from jaxrl.extras.serve.messages import build_messages_response, parse_messages_request
-from jaxrl.extras.serve.schemas import ChatBody
+from jaxrl.extras.serve.schemas import ChatCompletionRequest
 from jaxrl.extras.serve.worker import STOP, OutputChunk
 from tests.extras.serve.served import MODEL, TOKENIZER, Client, serving
 from tests.extras.serve.writing import CALL, CLIENT_TOOL, MESSAGES, TOOL, engine_that_writes
@@ -161,7 +161,7 @@ def test_the_templates_default_system_message_is_rendered():
         expected = tokenizer._hf_tokenizer.apply_chat_template(
             chat, add_generation_prompt=True, return_dict=False
         )
-        messages = ChatBody.model_validate({"messages": chat}).build_chat()
+        messages = ChatCompletionRequest.model_validate({"messages": chat}).build_chat()
         assert chats.build_prompt("session", messages, []) == expected
 
 

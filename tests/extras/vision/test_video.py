@@ -94,17 +94,17 @@ def test_positions_of_a_video_by_hand():
 def test_frames_are_sampled_by_hand():
     """10 frames, 5 per second: two seconds, in which each family takes 4 frames at 2 per second."""
     header = Header(num_frames=10, fps=5.0, height=16, width=24)
-    layout = VideoRules(**RULES).lay_out(header)
+    layout = VideoRules(**RULES).compute_layout(header)
     assert layout.frames == (0, 2, 5, 7)
     assert layout.grid == (2, 4, 6)
     assert layout.times == (0.0, 1.0)
-    layout = Qwen3VideoRules(**RULES).lay_out(header)
+    layout = Qwen3VideoRules(**RULES).compute_layout(header)
     assert layout.frames == (0, 3, 6, 9)
     assert layout.times == pytest.approx((0.3, 1.5))  # of frames 0 and 3, then 6 and 9
     # Sampled frames are all used, and the last one fills up its patch.
     sampled = dataclasses.replace(header, num_frames=3, fps=0.0)
     for rules_type in (VideoRules, Qwen3VideoRules):
-        layout = rules_type(**RULES).lay_out(sampled)
+        layout = rules_type(**RULES).compute_layout(sampled)
         assert (layout.frames, layout.grid) == ((0, 1, 2), (2, 4, 6))
 
 
@@ -112,11 +112,11 @@ def test_all_frames_share_the_pixels_of_a_video():
     """8 frames of 64 x 64 pixels, of which Qwen3-VL may have 8,192 in all: 32 x 32."""
     header = Header(num_frames=8, fps=2.0, height=64, width=64)
     limits = RULES | {"max_pixels": 8192}
-    assert VideoRules(**limits).lay_out(header).grid == (4, 16, 16)
-    assert Qwen3VideoRules(**limits).lay_out(header).grid == (4, 8, 8)
+    assert VideoRules(**limits).compute_layout(header).grid == (4, 16, 16)
+    assert Qwen3VideoRules(**limits).compute_layout(header).grid == (4, 8, 8)
     # 100 tokens of 64 pixels, less a tenth: 5,760 for 4 patches, 1,440 each.
     capped = RULES | {"caps_frames": True}
-    assert VideoRules(**capped).lay_out(header).grid == (4, 8, 8)
+    assert VideoRules(**capped).compute_layout(header).grid == (4, 8, 8)
 
 
 def test_a_video_of_one_picture_has_the_patches_of_an_image(processor):

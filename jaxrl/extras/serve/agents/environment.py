@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxrl.envs.base import Env, Episode, Message, Reward, StepResult, Task
 from jaxrl.extras.serve.agents.processes import AgentSettings
-from jaxrl.extras.serve.agents.sessions import RewardBody
+from jaxrl.extras.serve.agents.sessions import RewardRequest
 from jaxrl.extras.serve.engine import ServedEngine
 
 
@@ -22,7 +22,7 @@ class AgentEngine(ServedEngine):
 class AgentEpisode(Episode):
     """Episode with the reward that the agent reported."""
 
-    reward: RewardBody | None = None
+    reward: RewardRequest | None = None
 
 
 class AgentEnv(Env):

@@ -22,7 +22,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from jaxrl.extras.serve.engine import SamplingParams
 from jaxrl.extras.serve.errors import ContextLengthError, RequestError
 from jaxrl.extras.serve.generation import Completion
-from jaxrl.extras.serve.schemas import Body, parse_body, validate
+from jaxrl.extras.serve.schemas import RequestModel, parse_body, validate
 from jaxrl.extras.serve.worker import CompletionRequest, OutputChunk
 from jaxrl.sampling.episodes import TokenLimits
 from jaxrl.sampling.sample_keys import derive_context_key
@@ -31,7 +31,7 @@ from jaxrl.utils.text import replace_surrogates
 MAX_REWARD = 1e6
 
 
-class RewardBody(Body, extra="forbid"):
+class RewardRequest(RequestModel, extra="forbid"):
     """Result of an episode, reported by its agent.
 
     Attributes:
@@ -51,13 +51,13 @@ class RewardBody(Body, extra="forbid"):
     final_answer: Annotated[str, AfterValidator(replace_surrogates)] = ""
 
 
-def parse_reward(value: Any) -> RewardBody:
+def parse_reward(value: Any) -> RewardRequest:
     """Parse a reward: a number, a boolean, or an object with the key `reward`.
 
     Raises:
         RequestError: The value is not a valid reward.
     """
-    return validate(value if isinstance(value, dict) else {"reward": value}, RewardBody)
+    return validate(value if isinstance(value, dict) else {"reward": value}, RewardRequest)
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class AgentSession:
             max_turns: Maximum number of completions in the episode.
         """
         self.name, self.reward_key = secrets.token_urlsafe(16), secrets.token_urlsafe(16)
-        self.reward: RewardBody | None = None
+        self.reward: RewardRequest | None = None
         self.conflict = self.warning = ""
         self.is_out_of_budget = self._is_closed = False
         self._key, self._params, self._limits, self._max_turns = key, params, limits, max_turns
@@ -189,9 +189,9 @@ class AgentSession:
             self.warning = self.warning or "rejected a reward that was posted with a wrong key"
             message = "the key does not match; expected reward.key from the input."
             raise RequestError(401, message)
-        self.set_reward(parse_body(data, RewardBody))
+        self.set_reward(parse_body(data, RewardRequest))
 
-    def set_reward(self, reward: RewardBody) -> None:
+    def set_reward(self, reward: RewardRequest) -> None:
         """Set the reward. The episode continues until the agent exits.
 
         Raises:
