@@ -350,6 +350,17 @@ def split_fused(gradients, config):
     return split
 
 
+def fuse_tensors(tensors, config):
+    """Return the tensors as transformers 5 stores them; the inverse of `split_fused`."""
+    fused = dict(tensors)
+    for name, whole in config.hf_fused_tensors().items():
+        array = np.empty(whole.shape, np.float32)
+        for part, (index, rows) in whole.slices.items():
+            array[index, rows] = fused.pop(part)
+        fused[name] = array
+    return fused
+
+
 def relative_distance(got, wanted):
     """Return the norm of the difference of two trees over the norm of the second."""
     got, wanted = (

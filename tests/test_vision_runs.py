@@ -89,7 +89,14 @@ def qwen3_5():
     )
 
 
-OTHER_FAMILIES = {"qwen2_vl": qwen2_vl, "qwen3_5": qwen3_5}
+def qwen3_5_moe():
+    """Return a Qwen3.5 with experts in both layers."""
+    family = resolve_architecture({"model_type": "qwen3_5_moe"}, "", "config.json")
+    experts = dict(expert_width=24, num_experts=4, top_k=2, renormalize=True, shared_width=20)
+    return family(**vars(qwen3_5()) | experts | {"mlp_width": 20, "expert_layers": (0, 1)})
+
+
+OTHER_FAMILIES = {"qwen2_vl": qwen2_vl, "qwen3_5": qwen3_5, "qwen3_5_moe": qwen3_5_moe}
 
 
 @pytest.fixture(scope="module")

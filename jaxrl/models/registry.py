@@ -124,7 +124,7 @@ ARCHITECTURES = {
 Classes are imported when needed.
 """
 
-TOWERS = {"qwen3_5": "jaxrl.extras.vision.qwen3_5:add_tower"}
+TOWERS = dict.fromkeys(("qwen3_5", "qwen3_5_moe"), "jaxrl.extras.vision.qwen3_5:add_tower")
 """Function that adds a vision tower to the class of a `model_type`.
 
 If the function's folder is missing, the model is its text part.

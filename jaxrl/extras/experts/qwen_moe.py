@@ -292,17 +292,20 @@ class QwenMoeConfig(QwenConfig):
     def hf_fused_tensors(self) -> dict[str, FusedTensor]:
         """Return the tensors into which transformers 5 fuses the experts of each layer."""
         E, D, F = self.num_experts, self.width, self.expert_width
+        names = self.hf_names()
+        gate, up, down = (names[f"blocks/moe/{name}/kernel"] for name in ("gate", "up", "down"))
+        experts = down.removesuffix("{}.down_proj.weight")
         fused = {}
         for layer in self.expert_layers:
-            base = f"model.layers.{layer}.mlp.experts."
-            gate_up = {
-                f"{base}{expert}.{name}_proj.weight": (expert, rows)
+            gate_up_slices = {
+                name.format(layer, expert): (expert, rows)
                 for expert in range(E)
-                for name, rows in (("gate", range(F)), ("up", range(F, 2 * F)))
+                for name, rows in ((gate, range(F)), (up, range(F, 2 * F)))
             }
-            down = {f"{base}{expert}.down_proj.weight": (expert, range(D)) for expert in range(E)}
-            fused[f"{base}gate_up_proj"] = FusedTensor(shape=(E, 2 * F, D), slices=gate_up)
-            fused[f"{base}down_proj"] = FusedTensor(shape=(E, D, F), slices=down)
+            down_slices = {down.format(layer, expert): (expert, range(D)) for expert in range(E)}
+            base = experts.format(layer)
+            fused[f"{base}gate_up_proj"] = FusedTensor(shape=(E, 2 * F, D), slices=gate_up_slices)
+            fused[f"{base}down_proj"] = FusedTensor(shape=(E, D, F), slices=down_slices)
         return fused
 
     @property

@@ -19,6 +19,12 @@ HF_NAMES = {
 }
 """HF tensor name of each parameter; `{}` is the layer index."""
 
+HF_CLASSES = {
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+}
+"""Class in transformers, by `model_type`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen35Vision(Qwen3Vision):
@@ -32,7 +38,6 @@ class Qwen35Vision(Qwen3Vision):
 class Qwen35VLConfig(Qwen3VLConfig):
     """Qwen3.5 with images, without its text part; see `add_tower`."""
 
-    hf_class = "Qwen3_5ForConditionalGeneration"
     tower_class = Qwen35Vision
     default_sections = (11, 11, 10)
 
@@ -49,6 +54,11 @@ class Qwen35VLConfig(Qwen3VLConfig):
 @cache
 def add_tower(text_class: type[QwenConfig], model_type: str) -> type[Qwen35VLConfig]:
     """Return the class of a model with a tower, given the class of its text part."""
-    members = {"__module__": __name__, "model_type": model_type, "text_class": text_class}
+    members = {
+        "__module__": __name__,
+        "model_type": model_type,
+        "hf_class": HF_CLASSES[model_type],
+        "text_class": text_class,
+    }
     joined = type(f"Vision{text_class.__name__}", (Qwen35VLConfig, text_class), members)
     return dataclass(frozen=True, kw_only=True)(joined)

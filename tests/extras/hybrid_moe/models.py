@@ -20,3 +20,16 @@ TINY_NEXT = Qwen3NextConfig(
     **vars(TINY_HYBRID), **EXPERTS | {"renormalize": False}, expert_layers=(0, 1, 4)
 )
 """Two layers with an MLP, of which one follows a layer with experts of the same kind."""
+
+
+def random_experts(rng, num_layers):
+    """Return random sizes of experts, in every layer."""
+    num_experts = int(rng.integers(2, 12))
+    return {
+        "expert_width": int(rng.integers(6, 40)),
+        "num_experts": num_experts,
+        "top_k": int(rng.integers(1, num_experts + 1)),
+        "renormalize": True,
+        "expert_layers": tuple(range(num_layers)),
+        "shared_width": int(rng.integers(6, 40)),
+    }

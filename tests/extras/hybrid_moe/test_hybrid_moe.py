@@ -18,7 +18,7 @@ from jaxrl.models.attention.reference import XLA
 from jaxrl.models.hf_weights import load_hf, save_hf
 from jaxrl.models.params import split_params
 from jaxrl.models.policy import Model
-from jaxrl.models.registry import read_architecture
+from jaxrl.models.registry import TOWERS, read_architecture
 from jaxrl.training.packing import BatchShape
 from jaxrl.training.update import UpdateStep, init_state
 from tests.extras.delta_net.models import random_params
@@ -26,6 +26,7 @@ from tests.extras.experts.golden import check_golden
 from tests.extras.hybrid_moe.models import TINY_NEXT, TINY_QWEN3_5
 from tests.helpers import (
     NUM_TOKENS,
+    fuse_tensors,
     pack_all,
     policy_loss,
     random_sequences,
@@ -46,26 +47,16 @@ def test_logits_losses_and_gradients_are_those_of_torch(name):
     check_golden(config, load_hf(folder), dict(np.load(folder / "golden.npz")))
 
 
-def fuse_experts(tensors, config):
-    """Return the tensors with each layer's experts in two, as transformers 5 stores them."""
-    fused = dict(tensors)
-    for name, whole in config.hf_fused_tensors().items():
-        array = np.empty(whole.shape, np.float32)
-        for part, (index, rows) in whole.slices.items():
-            array[index, rows] = fused.pop(part)
-        fused[name] = array
-    return fused
-
-
 @pytest.mark.parametrize("is_fused", [False, True])
-def test_a_checkpoint_beside_a_vision_tower_keeps_its_format(tmp_path, is_fused):
+def test_a_checkpoint_beside_a_vision_tower_keeps_its_format(tmp_path, monkeypatch, is_fused):
+    monkeypatch.setitem(TOWERS, "qwen3_5_moe", "jaxrl.extras.deleted:add_tower")
     params = jax.tree.map(jnp.asarray, random_params(TINY_QWEN3_5, seed=0))
     text, whole = tmp_path / "text", tmp_path / "whole"
     save_hf(params, TINY_QWEN3_5, text)
     assert read_architecture(text) == TINY_QWEN3_5
     tensors = load_file(text / "model.safetensors")
     if is_fused:
-        tensors = fuse_experts(tensors, TINY_QWEN3_5)
+        tensors = fuse_tensors(tensors, TINY_QWEN3_5)
     tensors = {n.replace("model.", "model.language_model.", 1): x for n, x in tensors.items()}
     tensors["mtp.layers.0.mlp.experts.0.up_proj.weight"] = np.ones((2, 3), np.float32)
     whole.mkdir()

@@ -6,21 +6,9 @@ import pytest
 from jaxrl.extras.hybrid_moe.qwen3_5_moe import Qwen35MoeConfig
 from jaxrl.extras.hybrid_moe.qwen3_next import Qwen3NextConfig
 from tests.extras.delta_net.parity import check_agreement, random_sizes
+from tests.extras.hybrid_moe.models import random_experts
 
 pytestmark = pytest.mark.torch
-
-
-def random_experts(rng, num_layers):
-    """Return random sizes of experts, in every layer."""
-    num_experts = int(rng.integers(2, 12))
-    return {
-        "expert_width": int(rng.integers(6, 40)),
-        "num_experts": num_experts,
-        "top_k": int(rng.integers(1, num_experts + 1)),
-        "renormalize": True,
-        "expert_layers": tuple(range(num_layers)),
-        "shared_width": int(rng.integers(6, 40)),
-    }
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -18,9 +18,9 @@ from tests.extras.vision.test_live_vision import (
     IMAGE,
     START,
     VIDEO,
+    load_reference,
     random_images,
     random_params,
-    reference_class,
 )
 from tests.helpers import ROOT
 from tests.images import save_processor, video_tokenizer
@@ -122,7 +122,7 @@ def test_videos_have_the_positions_and_logits_of_the_reference(tmp_path, family,
     config, rng = FAMILIES[family](seed), np.random.default_rng(seed)
     params = jax.tree.map(jnp.asarray, random_params(config, seed))
     save_hf(params, config, tmp_path / "hf")
-    model = reference_class(family).from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
+    model = load_reference(family, tmp_path / "hf")
     images, ids = random_images(config, rng, 1)
     attachments, ids, intervals = list(images), ids.tolist(), []
     for _ in range(int(rng.integers(1, 3))):

@@ -19,7 +19,8 @@ from jaxrl.models.hf_weights import load_hf, locate_hf_tensors, save_hf
 from jaxrl.models.layers import LayerScan
 from jaxrl.models.registry import read_architecture, resolve_architecture
 from tests.extras.delta_net import models
-from tests.helpers import relative_distance
+from tests.extras.hybrid_moe.models import random_experts
+from tests.helpers import relative_distance, split_fused
 from tests.images import drawn, encoded, save_processor
 from tests.vision import logits_of
 
@@ -138,17 +139,35 @@ def qwen3_5(seed):
     )
 
 
+def qwen3_5_moe(seed):
+    """A small Qwen3.5 with experts in every layer."""
+    dense = qwen3_5(seed)
+    experts = random_experts(np.random.default_rng(seed), dense.num_layers)
+    return resolve_architecture({"model_type": "qwen3_5_moe"}, "", "config.json")(
+        **vars(dense) | experts | {"mlp_width": experts["shared_width"]}
+    )
+
+
 FAMILIES = {
     "Qwen2VL": qwen2,
     "Qwen2_5_VL": qwen2_5,
     "Qwen3VL": qwen3,
     "Qwen3_5": qwen3_5,
+    "Qwen3_5Moe": qwen3_5_moe,
 }
 """By the name that transformers gives their classes."""
 
 
 def reference_class(family):
     return getattr(transformers, f"{family}ForConditionalGeneration")
+
+
+def load_reference(family, folder):
+    """Load an export into the class of transformers, in float32."""
+    model = reference_class(family).from_pretrained(folder, dtype=torch.float32).eval()
+    if family.endswith("Moe"):
+        model.set_experts_implementation("eager")  # one expert after another
+    return model
 
 
 def random_params(config, seed):
@@ -211,7 +230,7 @@ def test_transformers_reads_our_export(tmp_path, family, seed):
     params = jax.tree.map(jnp.asarray, random_params(config, seed))
     save_hf(params, config, tmp_path / "hf")
     assert read_architecture(tmp_path / "hf") == config
-    model = reference_class(family).from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
+    model = load_reference(family, tmp_path / "hf")
     images, ids = random_images(config, rng, int(rng.integers(1, 4)))
     inputs = make_inputs(ids, images)
     patches, grids = inputs["pixel_values"], inputs["image_grid_thw"]
@@ -242,13 +261,14 @@ def test_an_update_has_the_gradients_of_transformers(tmp_path, family, seed):
     config, rng = FAMILIES[family](seed), np.random.default_rng(seed)
     params = jax.tree.map(jnp.asarray, random_params(config, seed))
     save_hf(params, config, tmp_path / "hf")
-    model = reference_class(family).from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
+    model = load_reference(family, tmp_path / "hf")
     images, ids = random_images(config, rng, 2)
     at = np.flatnonzero(ids[1:] != IMAGE) + 1
     allowed = model(**make_inputs(ids, images)).logits[0]
     allowed = allowed.masked_fill(torch.tensor(~is_text(config)), torch.finfo().min / 2)
     (-allowed.log_softmax(dim=-1)[at - 1, ids[at]].mean()).backward()
     theirs = {name: weight.grad.numpy() for name, weight in model.named_parameters()}
+    theirs = split_fused(theirs, config)
 
     def loss(params):
         logits = logits_of(config, params, [ids], [images])[0]

@@ -23,7 +23,8 @@ from jaxrl.models.attention.reference import MASK_VALUE, XLA
 from jaxrl.models.hf_weights import load_hf, locate_hf_tensors, save_hf
 from jaxrl.models.layers import LayerScan
 from jaxrl.models.qwen import QwenConfig
-from jaxrl.models.registry import read_architecture
+from jaxrl.models.registry import read_architecture, resolve_architecture
+from tests.helpers import fuse_tensors, tiny_params
 from tests.vision import FOLDERS, NAMES, golden, logits_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -203,6 +204,31 @@ def test_qwen3_5_exports_a_layer_that_it_does_not_use(tmp_path):
     assert exported["mtp.fc.weight"].dtype == np.float16
     for name in ("model.visual.pos_embed.weight", "model.language_model.norm.weight"):
         np.testing.assert_array_equal(exported[name], stored[name] + 1)
+
+
+def test_equal_experts_compute_what_the_dense_model_does(tmp_path):
+    """Qwen3.5 with experts that all are the MLP of the dense model, stored as transformers does."""
+    dense, params, wanted, images = golden("qwen3_5_vl")
+    sizes = dict(expert_width=dense.mlp_width, num_experts=3, top_k=2, shared_width=8, mlp_width=8)
+    config = resolve_architecture({"model_type": "qwen3_5_moe"}, "", "config.json")(
+        **vars(dense) | sizes, renormalize=True, expert_layers=tuple(range(dense.num_layers))
+    )
+    experts = jax.tree.map(jnp.asarray, tiny_params(config)["blocks"])
+    blocks = experts | params["blocks"]
+    for name, layer in blocks.pop("mlp").items():
+        blocks["moe"][name]["kernel"] = jnp.repeat(layer["kernel"][:, None], 3, axis=1)
+    blocks["shared_expert"]["down"]["kernel"] *= 0
+    save_hf(params | {"blocks": blocks}, config, tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    save_file(fuse_tensors(load_file(file), config), file, metadata={"format": "pt"})
+    assert "model.language_model.layers.1.mlp.experts.down_proj" in load_file(file)
+    assert read_architecture(tmp_path / "hf") == config
+    rows = {"rows": [wanted["token_ids"][0]], "images_of_rows": [images]}
+    found = jax.jit(partial(logits_of, config, **rows))(load_hf(tmp_path / "hf"))[0]
+    is_text = ~np.isin(np.arange(config.vocab_size), [config.tower.token_id, config.tower.video_id])
+    np.testing.assert_allclose(
+        found[:, is_text], wanted["logits"][0][:, is_text], atol=2e-4, rtol=0
+    )
 
 
 def fields_of(**changes):
