@@ -7,7 +7,9 @@ import pytest
 
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.protocol import ParsedCall, qwen
-from tests.qwen import MARKERS, SPECIAL, oracle, qwen3
+from jaxrl.sampling.demonstrations import encode_demonstration
+from tests.qwen import MARKERS, SPECIAL, TEMPLATE_3_5, oracle, oracle_3_5, qwen3
+from tests.toys import ROOMY
 
 HF = qwen3()
 TOKENIZERS = {
@@ -170,3 +172,96 @@ def test_a_description_with_a_token_of_the_model_is_refused():
         ValueError, match=r"of a tool contains '<\|im_end\|>', which is an added token"
     ):
         TOKENIZERS[True].render_prompt([{"role": "user", "content": "?"}], tools)
+
+
+# Qwen3.5, whose calls are functions and whose prompts open a thought.
+
+HF_3_5 = qwen3(TEMPLATE_3_5)
+THINKS_3_5 = [pytest.param(True, id="thinking"), pytest.param(False, id="not thinking")]
+
+
+def tokenizer_3_5(is_thinking):
+    return Tokenizer(HF_3_5, template_arguments={"enable_thinking": is_thinking})
+
+
+def conversation_3_5(rng, is_thinking):
+    """As `conversation`; all messages think, and results have no blanks around them."""
+    tools, opening, rounds = conversation(rng, is_thinking)
+    for message, results in rounds:
+        if is_thinking:
+            message["reasoning_content"] = text(rng, least=1).strip() or "hm"
+        for result in results:
+            result["content"] = result["content"].strip()
+    return tools, opening, rounds
+
+
+def written_3_5(message):
+    """What a model samples after the prompt, without the token that ends it."""
+    thought = message.get("reasoning_content")
+    begin = f"{thought}\n</think>\n\n" if thought else ""
+    blocks = [
+        f"<tool_call>\n<function={call['function']['name']}>\n"
+        + "".join(
+            f"<parameter={name}>\n{value}\n</parameter>\n"
+            for name, value in call["function"]["arguments"].items()
+        )
+        + "</function>\n</tool_call>"
+        for call in message["tool_calls"]
+    ]
+    content = [message["content"]] if message["content"] else []
+    return begin + "\n\n".join([*content, "\n".join(blocks)])
+
+
+@pytest.mark.parametrize("is_thinking", THINKS_3_5)
+def test_functions_are_rendered_as_the_template_does_and_parsed(is_thinking):
+    """A rollout's ids and a demonstration's are those of the template."""
+    rng, tokenizer = random.Random(3), tokenizer_3_5(is_thinking)
+    renderer = oracle_3_5(HF_3_5, is_thinking=is_thinking)
+    for _ in range(25):
+        tools, opening, rounds = conversation_3_5(rng, is_thinking)
+        chat = [*opening, *(m for message, results in rounds for m in (message, *results))]
+        ours = tokenizer.render_prompt(opening, tools)
+        for message, results in rounds:
+            sampled = written_3_5(message)
+            ours += [*tokenizer.encode(sampled), tokenizer.eos_ids[0]]
+            ours += tokenizer.render_results([result["content"] for result in results], tools)[0]
+            schema = tools[0]["function"]["parameters"]
+            calls = qwen().read(sampled, ()).calls
+            assert [(call.tool, call.get_arguments(schema)) for call in calls] == [
+                (call["function"]["name"], call["function"]["arguments"])
+                for call in message["tool_calls"]
+            ]
+        by_template = HF_3_5.apply_chat_template(
+            chat,
+            tools=tools,
+            add_generation_prompt=True,
+            enable_thinking=is_thinking,
+            return_dict=False,
+        )
+        assert ours == by_template
+        expected = renderer.render_ids(chat, tools=tools, add_generation_prompt=True)
+        assert tokenizer.decode(ours) == tokenizer.decode(expected)
+        answer = "hm\n</think>\n\n<answer>a</answer>" if is_thinking else "<answer>a</answer>"
+        opener = "<think>\n" if is_thinking else ""
+        last = {"role": "assistant", "content": opener + answer}
+        shown = encode_demonstration(
+            [*chat, last], tokenizer, ROOMY, protocol=qwen(), chat_tools=tools
+        )
+        expected = [*by_template, *tokenizer.encode(answer), tokenizer.eos_ids[0]]
+        assert shown.token_ids.tolist() == expected
+
+
+@pytest.mark.parametrize("is_thinking", THINKS_3_5)
+def test_sampled_ids_stay_after_a_thought(is_thinking):
+    rng, tokenizer = random.Random(4), tokenizer_3_5(is_thinking)
+    renderer = oracle_3_5(HF_3_5, is_thinking=is_thinking)
+    plain = [id for id in range(tokenizer.num_tokens) if id not in tokenizer._added_ids]
+    think_end = tokenizer.encode("</think>") if is_thinking else []
+    for _ in range(25):
+        tools, opening, rounds = conversation_3_5(rng, is_thinking)
+        prompt, results = tokenizer.render_prompt(opening, tools), rounds[0][1]
+        sampled = [*rng.choices(plain, k=9), *think_end, *rng.choices(plain, k=9)]
+        sampled += tokenizer.eos_ids[:1]
+        bridged = renderer.bridge_to_next_turn(prompt, sampled, results, tools=tools)
+        inserted, _ = tokenizer.render_results([result["content"] for result in results], tools)
+        assert bridged.token_ids == [*prompt, *sampled, *inserted]

@@ -15,11 +15,15 @@ from tests.runs import records, trajectories
 TOOLS = [build_chat_schema(FunctionTool(tool_world.look_up))]
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("shelves")
-    tool_world.write(folder, TOOLS)
-    return folder
+SETTINGS = {
+    "qwen3": {"sft.num_steps": 25},
+    "qwen3_5": {
+        "sft.num_steps": 40,
+        "rollout.max_prompt_tokens": 320,
+        "rollout.max_response_tokens": 96,
+        "rollout.max_total_tokens": 512,
+    },
+}
 
 
 def check_ids(line, tokenizer):
@@ -44,10 +48,15 @@ def check_ids(line, tokenizer):
 
 @pytest.mark.minutes
 @pytest.mark.usefixtures("quick_compilation", "no_pictures", "one_size")
-def test_a_run_calls_a_function_and_reads_its_results(world, tmp_path):
-    config = tool_world.config_of(world, **{"sft.num_steps": 25, "num_steps": 1})
+@pytest.mark.parametrize("family", SETTINGS)
+def test_a_run_calls_a_function_and_reads_its_results(tmp_path, family):
+    world = tmp_path / "shelves"
+    tool_world.write(world, TOOLS, family=family)
+    config = tool_world.config_of(world, **SETTINGS[family], num_steps=1)
     components = tool_world.play(config, tmp_path / "run")
-    lines = trajectories(tmp_path / "run", records(tmp_path / "run")[-1]["step"])
+    step = records(tmp_path / "run")[-1]
+    assert step["rollout_corr/logprob_diff_max"] < 1e-4
+    lines = trajectories(tmp_path / "run", step["step"])
     num_calls = 0
     for line in lines:
         check_ids(line, components.tokenizer)

@@ -12,7 +12,7 @@ from jaxrl.builders.validation import validate
 from jaxrl.logs.display import Display
 from jaxrl.run import run
 from tests.helpers import build, settings_of
-from tests.qwen import qwen3
+from tests.qwen import TEMPLATE, TEMPLATE_3_5, qwen3
 
 COLORS = ("red", "blue", "green", "black", "white", "brown", "pink", "gray")
 
@@ -36,13 +36,25 @@ def call(number):
     return f"<tool_call>\n{block}\n</tool_call>"
 
 
-def chat(numbers):
+def call_3_5(number):
+    parameter = f"<parameter=number>\n{number}\n</parameter>"
+    return f"<tool_call>\n<function=look_up>\n{parameter}\n</function>\n</tool_call>"
+
+
+FAMILIES = {
+    "qwen3": (TEMPLATE, "", call),
+    "qwen3_5": (TEMPLATE_3_5, "<think>\nshelf\n</think>", call_3_5),
+}
+"""Chat template, thought before every message, and function that writes a call."""
+
+
+def chat(numbers, thought="", call=call):
     """Return a demonstration: a call for each shelf in one turn, and the last one's color."""
     return [
         {"role": "user", "content": question(numbers)},
-        {"role": "assistant", "content": "\n".join(map(call, numbers))},
+        {"role": "assistant", "content": thought + "\n".join(map(call, numbers))},
         *({"role": "tool", "content": color(number)} for number in numbers),
-        {"role": "assistant", "content": f"<answer>{color(numbers[-1])}</answer>"},
+        {"role": "assistant", "content": f"{thought}<answer>{color(numbers[-1])}</answer>"},
     ]
 
 
@@ -54,12 +66,13 @@ def write_lines(path, objects):
     path.write_text("".join(json.dumps(fields) + "\n" for fields in objects))
 
 
-def write(folder, tools, *, num_shelves=40, seed=0):
+def write(folder, tools, *, family="qwen3", num_shelves=40, seed=0):
     """Write model, tokenizer, questions and demonstrations.
 
     Args:
         folder: Existing folder.
         tools: Chat schemas of the run's tools, whose text the tokenizer learns.
+        family: Family of the model, a key of `FAMILIES`.
         num_shelves: Number of shelves.
         seed: Random seed of questions and weights.
     """
@@ -67,13 +80,14 @@ def write(folder, tools, *, num_shelves=40, seed=0):
     shelves = [[n] for n in range(num_shelves)]
     shelves += [rng.sample(range(num_shelves), 2) for _ in range(num_shelves)]
     rng.shuffle(shelves)
-    chats = [chat(numbers) for numbers in shelves]
+    template, thought, write_call = FAMILIES[family]
+    chats = [chat(numbers, thought, write_call) for numbers in shelves]
     texts = [m["content"] for messages in chats for m in messages]
-    header = qwen3().apply_chat_template(chats[0][:1], tools=tools, tokenize=False)
-    hf = qwen3([header, *texts, *COLORS], num_merges=500)
+    header = qwen3(template).apply_chat_template(chats[0][:1], tools=tools, tokenize=False)
+    hf = qwen3(template, [header, *texts, *COLORS], num_merges=500)
     model = folder / "model"
     hf.save_pretrained(model)
-    config = make_model_config(hf.backend_tokenizer)
+    config = make_model_config(hf.backend_tokenizer, model=family)
     for name, fields in {
         "config": config,
         "generation_config": make_generation_config(hf.backend_tokenizer),

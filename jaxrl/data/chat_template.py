@@ -224,7 +224,9 @@ class ChatTemplate:
         """
         first, *_, last = self.render_tool_turn([()])
         opening = {"role": "user", "content": "?"}
-        header = self._render_role_texts("user", "assistant", "tool")
+        # Before another question, no template adds an empty thought to the message.
+        header = self._render_role_texts("user", "assistant", "user")
+        header = header or self._render_role_texts("user", "assistant", "tool")
         assert header is not None  # checked by `render_tool_turn`
         chat = [opening, message, {"role": "tool", "content": "?"}]
         pieces = self.render(chat, has_default_system=True)

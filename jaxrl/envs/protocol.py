@@ -6,7 +6,9 @@ tool's name, such as `<search>`, and ends with `<answer>`. Results are in `<info
 `<result>`. BAPO's final answer is in `\boxed{..}`.
 
 In Qwen's protocol (https://qwen.readthedocs.io/en/latest/framework/function_call.html), calls are
-JSON in `<tool_call>`, any number per turn. The chat template describes tools and renders results.
+in `<tool_call>`, any number per turn: JSON in Qwen2.5 and Qwen3, and a `<function=NAME>` with a
+`<parameter=NAME>` for each argument in Qwen3-Coder and Qwen3.5. The chat template describes tools
+and renders results.
 """
 
 from __future__ import annotations
@@ -41,10 +43,53 @@ from jaxrl.envs.rewards.search_r1 import (
 
 @dataclass(frozen=True, kw_only=True)
 class ParsedCall:
-    """Parsed tool call with text or JSON arguments. The tool may not exist."""
+    """A parsed tool call, with plain text or JSON arguments. The tool may not exist.
+
+    Attributes:
+        tool: Name of the tool.
+        arguments: Plain text, or the value of each argument.
+        has_types: False if all values are texts, whatever type the tool expects.
+    """
 
     tool: str
     arguments: str | Mapping[str, Any]
+    has_types: bool = True
+
+    def get_arguments(self, schema: Mapping[str, Any]) -> str | Mapping[str, Any]:
+        """Return the arguments. Texts become JSON values unless the schema allows a string.
+
+        Text that is not JSON is returned unchanged. As chat templates write them, `True`, `False`
+        and `None` are JSON too.
+
+        Args:
+            schema: JSON schema of the tool's arguments.
+        """
+        if self.has_types or isinstance(self.arguments, str):
+            return self.arguments
+        properties = schema.get("properties")
+        schemas = properties if isinstance(properties, Mapping) else {}
+        return {
+            name: text if _allows_string(schemas.get(name)) else _parse_value(text)
+            for name, text in self.arguments.items()
+        }
+
+
+def _allows_string(schema: Any) -> bool:
+    match schema:
+        case {"type": "string"}:
+            return True
+        case {"type": [*kinds]}:
+            return "string" in kinds
+        case {"anyOf": [*options]} | {"oneOf": [*options]}:
+            return any(map(_allows_string, options))
+    return False
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=_reject_constant)
+    except ValueError:
+        return {"True": True, "False": False, "None": None}.get(text, text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,10 +189,10 @@ def parse_tags(turn: str, tools: Sequence[str]) -> ParsedTurn:
 
 
 def mask_call_arguments(text: str) -> str:
-    """Hide tags inside the JSON of calls without changing the length of the text.
+    """Hide tags inside the arguments of calls without changing the length of the text.
 
-    In a JSON object that follows `<tool_call>`, `<` becomes `‹`. Text that is not valid JSON is
-    unchanged, so its tags stay visible.
+    After `<tool_call>`, `<` becomes `‹` in a JSON object, and in the values of a complete
+    `<function=NAME>`. Other text is unchanged, so its tags stay visible.
     """
     pieces, position = [], 0
     while candidate := _CALL_JSON.search(text, position):
@@ -156,7 +201,13 @@ def mask_call_arguments(text: str) -> str:
             end = start + _JSON.raw_decode(candidate[1])[1]
         pieces += [text[position:start], text[start:end].replace("<", "‹")]
         position = end
-    return "".join([*pieces, text[position:]])
+    masked = "".join([*pieces, text[position:]])
+    return _CALL_FUNCTION.sub(lambda call: _PARAMETER.sub(_mask_value, call[0]), masked)
+
+
+def _mask_value(parameter: re.Match[str]) -> str:
+    value = parameter[2].replace("<", "‹")
+    return f"<parameter={parameter[1]}>{value}</parameter>"
 
 
 # JSON has no `<` outside strings, and an object starts with a string. The pattern stops at a `<`
@@ -166,12 +217,20 @@ _CALL_JSON = re.compile(
 )
 _JSON = json.JSONDecoder()
 
+# A value ends at `</parameter>` and cannot hold the tags of calls.
+_PARAMETER = re.compile(
+    r"<parameter=([^<>\n]++)>((?:[^<]++|<(?!/parameter>|/?tool_call>))*+)</parameter>"
+)
+_FUNCTION = re.compile(rf"<function=([^<>\n]++)>((?:\s*+{_PARAMETER.pattern})*+)\s*+</function>")
+_CALL_FUNCTION = re.compile(rf"<tool_call>\s*+{_FUNCTION.pattern}(?=\s*+</tool_call>)")
+
 
 def parse_tool_calls(turn: str, tools: Sequence[str] = ()) -> ParsedTurn:
     """Parse a turn in Qwen's format, ignoring calls inside thoughts.
 
-    Each `<tool_call>` must contain a JSON object with a name and an object of arguments. Any other
-    or unclosed call becomes a `MalformedCall`. A turn without calls ends the episode.
+    Each `<tool_call>` must contain a JSON object with a name and an object of arguments, or a
+    `<function=NAME>`. Any other or unclosed call becomes a `MalformedCall`. A turn without calls
+    ends the episode.
     """
     masked = mask_call_arguments(turn)
     begin, end = _find_visible_span(masked)
@@ -193,6 +252,8 @@ def parse_tool_calls(turn: str, tools: Sequence[str] = ()) -> ParsedTurn:
 
 def parse_call(text: str) -> ParsedCall | MalformedCall:
     """Parse the text between `<tool_call>` and `</tool_call>`."""
+    if text.lstrip().startswith("<function="):
+        return _parse_function(text.strip())
     try:
         call = json.loads(text, parse_constant=_reject_constant)
     except RecursionError:
@@ -204,6 +265,22 @@ def parse_call(text: str) -> ParsedCall | MalformedCall:
             return ParsedCall(tool=name, arguments=arguments)
     reason = 'the call is no JSON object as {"name": "...", "arguments": {...}}'
     return MalformedCall(reason=reason)
+
+
+def _parse_function(text: str) -> ParsedCall | MalformedCall:
+    """Parse a call in the format of Qwen3-Coder and Qwen3.5."""
+    function = _FUNCTION.fullmatch(text)
+    if function is None:
+        return MalformedCall(
+            reason="the call is not <function=NAME>, then <parameter=NAME>, a value and "
+            "</parameter> for each argument, then </function>"
+        )
+    # The template writes a line break before and after a value.
+    arguments = {
+        name: value.removeprefix("\n").removesuffix("\n")
+        for name, value in _PARAMETER.findall(function[2])
+    }
+    return ParsedCall(tool=function[1], arguments=arguments, has_types=False)
 
 
 def _reject_constant(name: str) -> Any:

@@ -161,9 +161,15 @@ def encode_demonstration(
     segments: list[Segment] = []
     num_sampled = 0  # length of the turn before an observation
 
-    # The chat template may write the beginning of the first assistant message.
-    first = _strip_opener(tokenizer.find_opener(chat_tools), turns[0], location)
-    messages = [*messages[:start], first, *turns[1:]]
+    # The chat template may write the beginning of an assistant message after a prompt or results.
+    opener = tokenizer.find_opener(chat_tools)
+    turns = [
+        _strip_opener(opener, turn, location)
+        if index == 0 or (protocol.in_template and turn["role"] == "assistant")
+        else turn
+        for index, turn in enumerate(turns)
+    ]
+    messages = [*messages[:start], *turns]
     invalid_roles = sorted({*roles[start:]} - {"assistant", "tool"})
     if invalid_roles:
         raise ValueError(
@@ -291,7 +297,7 @@ def _flatten_message(
 
 
 def _strip_opener(opener: str, message: dict[str, Any], location: str) -> dict[str, Any]:
-    """Return the first assistant message without the opener that the chat template writes.
+    """Return an assistant message without the opener that the chat template writes.
 
     Raises:
         ValueError: The opener starts a `<think>` block that the message does not close.
@@ -307,8 +313,8 @@ def _strip_opener(opener: str, message: dict[str, Any], location: str) -> dict[s
     ):
         raise ValueError(
             f"{location}: the model's chat template begins every answer with {opener!r}, but "
-            f"{content[:40]!r} does not start with it or close the thought. Start the first "
-            "assistant message with it, or try to disable it with "
+            f"{content[:40]!r} does not start with it or close the thought. Start the "
+            "message with it, or try to disable it with "
             "config.prompt.chat_template_kwargs (enable_thinking)."
         )
     return message

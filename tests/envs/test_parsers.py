@@ -33,6 +33,8 @@ TOOLS = ("search", "python")
 QWEN = qwen(TOOLS)
 CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "Ada"}}\n</tool_call>'
 TAGGED = json.dumps({"name": "a", "arguments": {"b": "</think></tool_call><answer><tool_call>{"}})
+FUNCTION = "<function=search>\n<parameter=query>\nAda\n</parameter>\n</function>"
+MARKUP = "<function=a><parameter=b></think></answer><tool_response><</parameter></function>"
 RESULT = "\n<tool_response>\nx\n</tool_response>"
 SEEDS = (
     f"<think>a</think>{CALL}{CALL}{RESULT}{RESULT}<think>b</think>\n\n<answer>x</answer>",
@@ -41,6 +43,8 @@ SEEDS = (
     r"<think>a</think><python>1</python> <result>b</result><answer>\boxed{c}</answer>",
     '<tool_call>{"name": "a", "arguments": {"b": [1, null, -2.5e3, "\\u00e9"]}}</tool_call>',
     f"<think>a</think><tool_call>{TAGGED}</tool_call>{RESULT}<answer>x</answer>",
+    f"<think>a</think><tool_call>\n{FUNCTION}\n</tool_call>{RESULT}<answer>x</answer>",
+    f"<think>a</think><tool_call>{MARKUP}</tool_call>{CALL}{RESULT}{RESULT}<answer>x</answer>",
 )
 PIECES = (
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
@@ -48,7 +52,8 @@ PIECES = (
     *("</result>", "<information>", "</information>", "<|im_end|>", "</s>", "\\boxed{", "}", "{"),
     *("<", ">", "/", " ", "\n", "\t", "a", "é", "\ud800", "\0", '"', ":", ",", "[", "]", "\\"),
     *('{"name": "search", "arguments": {}}', TAGGED, CALL, RESULT, "1e999", "NaN", "null"),
-    *("< /answer >", "<Answer>"),
+    *("< /answer >", "<Answer>", FUNCTION, MARKUP, "<function=a>", "</function>"),
+    *("<parameter=b>", "</parameter>", "<function=", "<parameter="),
 )
 
 
@@ -81,7 +86,10 @@ def tags_of(text, names):
 
 
 def slow_mask(text):
-    """Defuse tags inside the JSON of calls, the shortest prefix of each that is an object."""
+    """Defuse tags inside the JSON of calls, the shortest prefix of each that is an object.
+
+    The same for the values of functions that are all of a call.
+    """
     done, rest = "", text
     while "<tool_call>" in rest:
         before, tag, rest = rest.partition("<tool_call>")
@@ -90,6 +98,40 @@ def slow_mask(text):
         ends = [i + 1 for i, letter in enumerate(rest) if letter == "}"]
         end = next((end for end in ends if is_object(rest[blanks:end])), 0)
         done, rest = done + rest[:end].replace("<", "‹"), rest[end:]
+        block, close, after = rest.partition("</tool_call>")
+        if close and slow_function(block) is not None:
+            done, rest = done + mask_values(block), close + after
+    return done + rest
+
+
+def slow_function(block):
+    """Return name and texts of a function, from the left; None if it is not one."""
+    rest = block.strip()
+    if not rest.startswith("<function="):
+        return None
+    name, _, rest = rest.removeprefix("<function=").partition(">")
+    arguments = {}
+    while rest.lstrip().startswith("<parameter="):
+        key, _, rest = rest.lstrip().removeprefix("<parameter=").partition(">")
+        value, close, rest = rest.partition("</parameter>")
+        if not is_name(key) or not close or "<tool_call>" in value:
+            return None
+        start, end = value.startswith("\n"), value.endswith("\n") and len(value) > 1
+        arguments[key] = value[start : len(value) - end]
+    return (name, arguments) if is_name(name) and rest.strip() == "</function>" else None
+
+
+def is_name(text):
+    return text != "" and not {*"<\n"} & {*text}
+
+
+def mask_values(block):
+    done, rest = "", block
+    while "<parameter=" in rest:
+        before, tag, rest = rest.partition("<parameter=")
+        key, tag_end, rest = rest.partition(">")
+        value, close, rest = rest.partition("</parameter>")
+        done += before + tag + key + tag_end + value.replace("<", "‹") + close
     return done + rest
 
 
@@ -124,6 +166,8 @@ def slow_calls(text):
 
 def slow_parse_call(block):
     """Return name and arguments by another JSON parser; None if it is not a call."""
+    if block.lstrip().startswith("<function="):
+        return slow_function(block)
     try:
         call = pydantic_core.from_json(block, allow_inf_nan=False)
     except ValueError:
@@ -135,6 +179,8 @@ def slow_parse_call(block):
 
 def json_parsers_differ(block):
     """Lone surrogates and numbers beyond any float, on which JSON parsers disagree."""
+    if block.lstrip().startswith("<function="):
+        return False
     return "\\u" in block or re.search(r"[eE]|\d{300}", block) or "\ud800" in block
 
 
@@ -277,6 +323,10 @@ HOSTILE = [
     '<tool_call>{"<tool_call>{":"<tool_call>{",' * (SIZE // 42),
     '<tool_call>{"a":"</tool_call>' * (SIZE // 29),
     "Answer: " * (SIZE // 8),
+    "<tool_call><function=a>" + "<parameter=b></parameter>" * (SIZE // 25),
+    "<tool_call><function=a><parameter=b>" + "<" * SIZE,
+    *(piece * (SIZE // len(piece)) for piece in ("<tool_call><function=a><parameter=b>\n",)),
+    "<tool_call><function=a>" * (SIZE // 23) + "\n" * SIZE,
 ]
 
 PARSERS = {
@@ -303,3 +353,56 @@ def test_hostile_text_takes_linear_time(name):
         PARSERS[name](text)
         elapsed_s = time.process_time() - begin
         assert elapsed_s < 1.5, (elapsed_s, text[:60])
+
+
+SCHEMA = {
+    "properties": {
+        "query": {"type": "string"},
+        "count": {"type": "integer"},
+        "is_exact": {"type": "boolean"},
+        "tags": {"type": "array"},
+        "page": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        "either": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
+        "several": {"type": ["string", "null"]},
+    }
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("query", "1871", "1871"),
+        ("query", "  a\n</think> <b>\n", "  a\n</think> <b>\n"),
+        ("count", "1871", 1871),
+        ("count", "many", "many"),
+        ("count", "NaN", "NaN"),
+        ("is_exact", "True", True),
+        ("is_exact", "false", False),
+        ("tags", '["a", 1]', ["a", 1]),
+        ("page", "None", None),
+        ("page", "2", 2),
+        ("either", "2", "2"),
+        ("several", "null", "null"),
+        ("unknown", "{", "{"),
+    ],
+)
+def test_texts_of_functions_become_values_of_the_schema(name, text, value):
+    block = f"<function=look-up>\n<parameter={name}>\n{text}\n</parameter>\n</function>"
+    turn = f"Thinking.\n</think>\n\n<tool_call>\n{block}\n</tool_call>"
+    [call] = parse_tool_calls(turn).calls
+    assert (call.tool, call.get_arguments(SCHEMA)) == ("look-up", {name: value})
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        "<function=a>",
+        "<function=a><parameter=b>1</function>",
+        "<function=a><parameter=b>1</parameter> text</function>",
+        "<function=>\n</function>",
+        "<function=a></function><function=a></function>",
+    ],
+)
+def test_functions_that_are_not_calls(block):
+    [call] = parse_tool_calls(f"<tool_call>{block}</tool_call>").calls
+    assert "<parameter=NAME>" in call.reason

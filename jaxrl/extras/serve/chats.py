@@ -130,23 +130,25 @@ def _convert_to_double(scalar: Any) -> Any:
     return scalar if number is None else number + 0.0  # -0.0 is 0
 
 
-def parse_reply(text: str, *, has_tools: bool) -> ChatMessage:
-    """Parse a completion into text and tool calls.
+def parse_reply(text: str, tools: Tools) -> ChatMessage:
+    """Parse a completion into text and calls of these tools, if there are any.
 
     If any call cannot be parsed, or contains a number that JSON clients cannot represent, all calls
     are left as text.
     """
     plain = ChatMessage(role="assistant", content=text)
-    parsed = parse_tool_calls(text).calls if has_tools else ()
+    parsed = parse_tool_calls(text).calls if tools else ()
     if not parsed:
         return plain
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
     calls = []
     for call in parsed:
         if isinstance(call, MalformedCall):
             return plain
         try:
-            arguments = map_json(sanitize_scalar, call.arguments)
-        except ValueError:
+            arguments = call.get_arguments(schemas.get(call.tool) or {})
+            arguments = map_json(sanitize_scalar, arguments)
+        except (ValueError, RecursionError):
             return plain
         calls.append(ToolCall(name=replace_surrogates(call.tool), arguments=arguments))
     # Ignore calls inside thoughts, and tags inside the JSON of calls.

@@ -211,7 +211,7 @@ class Completion:
         """
         body, chunk = self.request.body, choice.merge_chunks()
         tools = body.get_template_tools()
-        message = parse_reply(self.model.decode_text(chunk), has_tools=bool(tools))
+        message = parse_reply(self.model.decode_text(chunk), tools)
         token_ids = [*self.request.prompt_ids, *chunk.token_ids]
         self.model.history.store(self.session, [*body.build_chat(), message], tools, token_ids)
         if not body.parallel_tool_calls:
