@@ -4,6 +4,7 @@ import io
 
 import numpy as np
 import PIL.Image
+import pytest
 from transformers import Qwen2VLImageProcessorPil
 
 from tests.toys import toy_tokenizer
@@ -61,4 +62,18 @@ def encoded(image, kind="PNG", **settings):
     """Return the bytes of a file with this image."""
     file = io.BytesIO()
     image.save(file, kind, **settings)
+    return file.getvalue()
+
+
+def encode_video(pixels, kind="matroska", codec="ffv1", pixel_format="bgr0"):
+    """Return a file with these frames, 10 per second; the default is lossless."""
+    av = pytest.importorskip("av")
+    file = io.BytesIO()
+    with av.open(file, "w", format=kind) as container:
+        stream = container.add_stream(codec, rate=10)
+        stream.height, stream.width = pixels.shape[1:3]
+        stream.pix_fmt = pixel_format
+        for frame in pixels:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, "rgb24")))
+        container.mux(stream.encode())
     return file.getvalue()

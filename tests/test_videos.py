@@ -251,6 +251,19 @@ def test_demonstrations_may_have_videos(processor, tmp_path):
         read_demonstrations(source, video_tokenizer(), limits, processor=processor)
 
 
-def test_endpoints_refuse_videos(tmp_path):
-    with pytest.raises(UnreadableImageError, match=r"a\.mp4 is a video; expected images"):
-        prepare_image(Video(path="a.mp4"))
+@pytest.mark.parametrize(
+    ("video", "is_blank", "why"),
+    [
+        (
+            Video(frames=(Picture(path="a.png"),)),
+            False,
+            "the video of 1 frames .* a list of frames",
+        ),
+        (Video(path="a.mp4"), True, r"a\.mp4 is a video in the suite blank_images"),
+        (Video(path="a.mp4"), False, r"a\.mp4 cannot be read as a video: .*No such file"),
+    ],
+)
+def test_endpoints_refuse_some_videos(video, is_blank, why):
+    with pytest.raises(UnreadableImageError, match=why) as error:
+        prepare_image(video, is_blank=is_blank)
+    assert len(str(error.value).splitlines()) == 1

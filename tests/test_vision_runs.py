@@ -35,6 +35,7 @@ from tests.images import (
     VIDEO_PAD,
     VIDEO_TEMPLATE,
     drawn,
+    encode_video,
     encoded,
     save_processor,
     video_tokenizer,
@@ -342,3 +343,10 @@ def test_a_question_may_show_images(world, tmp_path, capsys):
     error = re.escape(f"error: {file} cannot be read as an image: ")
     with pytest.raises(SystemExit, match=f"^{error}"):
         chat.main([*flags, f"--image={file}", "What?"])
+    video = tmp_path / "a.mkv"
+    video.write_bytes(encode_video(np.zeros((4, 24, 16, 3), np.uint8)))
+    chat.main([*flags, f"--video={video}", "Is <image> in <video>?"])
+    assert "\nIs <image> in <video>?\n" in capsys.readouterr().out
+    error = re.escape(f"error: {file} cannot be read as a video: ")
+    with pytest.raises(SystemExit, match=f"^{error}"):
+        chat.main([*flags, f"--video={file}", "What?"])

@@ -5,8 +5,8 @@ engine as in training. The output shows the model's text, the observations and t
 on the command line are independent of each other. Without questions on the command line, each line
 from the terminal or a pipe is a question in one conversation, and an empty line starts a new
 conversation. The run does not change. Relative paths in its config and in `--config.` keys are
-resolved from the folder in which the run was started; RUN, --model and --image are resolved from
-the current folder.
+resolved from the folder in which the run was started; RUN, --model, --image and --video are
+resolved from the current folder.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rich.text import Text
 from jaxrl.builders.saved_run import format_error_line, load_saved_run
 from jaxrl.config.loading import parse_overrides
 from jaxrl.envs.base import OutageError, Outcome
-from jaxrl.envs.images import Picture
+from jaxrl.envs.images import Picture, Video
 from jaxrl.extras.chat.conversation import Conversation
 from jaxrl.logs.display import Display
 from jaxrl.runtime.resume import read_launch_folder
@@ -61,6 +61,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         default=[],
         metavar="FILE",
         help="shown with each question, at its mark <image> or before it; may be repeated",
+    )
+    parser.add_argument(
+        "--video",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="shown with each question, at its mark <video> or before it; may be repeated",
     )
     parser.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
     parser.add_argument("--model", metavar="DIR", help="default: what RUN trained")
@@ -98,7 +105,10 @@ def answer_questions(
         raise ValueError(f"--step={step} and --model={model} name two models; leave one out.")
     run = arguments.run.absolute()
     model = model and download_model(model, "--model").absolute()
-    images = [str(Path(file).absolute()) for file in arguments.image]
+    images, videos = (
+        [str(Path(file).absolute()) for file in files]
+        for files in (arguments.image, arguments.video)
+    )
     for_chat = not arguments.questions
     separate_lines = [text for question in arguments.questions for text in (question, "")]
     lines = read_lines(sys.stdin) if for_chat else separate_lines
@@ -115,17 +125,20 @@ def answer_questions(
         )
         # Loading weights restarts the spinner after the last log line.
         display.stop()
-        for image in images:
+        pictures = [("image", Picture(path=file)) for file in images]
+        for option, picture in [*pictures, *(("video", Video(path=file)) for file in videos)]:
             if components.processor is None:
-                raise ValueError(f"--image={image}: the model reads text alone; leave it out.")
-            components.processor.num_tokens(Picture(path=image))
+                raise ValueError(
+                    f"--{option}={picture.path}: the model reads text alone; leave it out."
+                )
+            components.processor.num_tokens(picture)
         conversation = Conversation(components, config, arguments.temperature)
         for question in lines:
             if not question:
                 conversation.reset()
                 continue
             try:
-                trajectory, num_dropped = conversation.ask(question, images)
+                trajectory, num_dropped = conversation.ask(question, images, videos)
             except (ValueError, OutageError) as error:  # later questions may still succeed
                 print(format_error_line(error), file=sys.stderr)
                 num_failed += 1

@@ -44,19 +44,22 @@ class Conversation:
         """Clear the history."""
         self._exchanges = []
 
-    def ask(self, question: str, images: Sequence[str] = ()) -> tuple[Trajectory, int]:
+    def ask(
+        self, question: str, images: Sequence[str] = (), videos: Sequence[str] = ()
+    ) -> tuple[Trajectory, int]:
         """Run an episode for a question, preceded by as many recent exchanges as fit.
 
         Args:
             question: User message.
             images: Image paths. The images replace the placeholders in the question, or precede it.
+            videos: Video paths, likewise.
 
         Returns:
             The trajectory, and the number of earlier questions that were dropped.
 
         Raises:
             ValueError: The question leaves no tokens for a response, or its placeholders do not
-                match the images. The history is unchanged.
+                match the images and videos. The history is unchanged.
             OutageError: A server that the environment needs is down.
         """
         number, self._num_questions = self._num_questions, self._num_questions + 1
@@ -64,7 +67,7 @@ class Conversation:
         for num_dropped in range(len(history) + 1):
             self._exchanges = history[num_dropped:]
             try:
-                trajectory = self._run_episode(question, images, number)
+                trajectory = self._run_episode(question, images, videos, number)
                 break
             except ValueError:  # usually too long; other errors also occur without history
                 self._exchanges = history
@@ -87,9 +90,15 @@ class Conversation:
                 chat.append({"role": "assistant", "content": answer})
         return chat
 
-    def _run_episode(self, question: str, images: Sequence[str], number: int) -> Trajectory:
+    def _run_episode(
+        self, question: str, images: Sequence[str], videos: Sequence[str], number: int
+    ) -> Trajectory:
         # Environments score an episode, for which they need an accepted answer. Ignore the score.
-        fields: dict[str, Any] = {"answers": ["?"], "images": list(images)}
+        fields: dict[str, Any] = {
+            "answers": ["?"],
+            "images": list(images),
+            "videos": list(videos),
+        }
         if self._exchanges:
             fields |= {"messages": self._build_messages(question)}
         else:

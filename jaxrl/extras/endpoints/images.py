@@ -1,9 +1,11 @@
-"""Images for chat-completions endpoints: upright PNG or JPEG in `data:` URLs."""
+"""Images and video files for chat-completions endpoints, in `data:` URLs."""
 
 from __future__ import annotations
 
 import base64
 import io
+import mimetypes
+from typing import Any
 
 import PIL.Image
 
@@ -17,17 +19,25 @@ _GRAY = (128, 128, 128)
 def prepare_image(picture: Picture, *, is_blank: bool = False) -> Picture:
     """Return the image as an upright PNG, or unchanged if it is an upright PNG or JPEG.
 
+    A video file is returned unchanged.
+
     Args:
-        picture: Image in any format that Pillow can read.
+        picture: Image in any format that Pillow can read, or a video file.
         is_blank: True to return a gray image of the same size.
 
     Raises:
-        UnreadableError: The file is damaged or not an image.
+        UnreadableImageError: The file is damaged or not an image, or the video is not a file or
+            should be blank.
     """
     if isinstance(picture, Video):
-        raise UnreadableImageError(
-            f"{picture.name} is a video; expected images, which endpoints accept."
-        )
+        if picture.frames or is_blank:
+            kind = "a list of frames" if picture.frames else "a video in the suite blank_images"
+            raise UnreadableImageError(
+                f"{picture.name} is {kind}; expected images or video files, which endpoints accept."
+            )
+        with wrap_image_errors(picture):
+            picture.read()
+        return picture
     with wrap_image_errors(picture), open_image(picture) as image:
         if not is_blank and image.format in _FORMATS and read_orientation(image) in (None, 1):
             return Picture(data=picture.read())
@@ -37,8 +47,21 @@ def prepare_image(picture: Picture, *, is_blank: bool = False) -> Picture:
     return Picture(data=file.getvalue())
 
 
+def format_part(picture: Picture, url: str) -> dict[str, Any]:
+    """Return the content part of a message that holds an image or a video.
+
+    OpenAI's API has no videos; vLLM and SGLang accept `video_url`
+    (https://docs.vllm.ai/en/stable/features/multimodal_inputs.html).
+    """
+    kind = "video_url" if isinstance(picture, Video) else "image_url"
+    return {"type": kind, kind: {"url": url}}
+
+
 def make_data_url(picture: Picture) -> str:
-    """Encode a PNG or JPEG image as a `data:` URL."""
+    """Encode a PNG or JPEG image, or a video file, as a `data:` URL."""
     data = picture.read()
-    kind = "jpeg" if data.startswith(b"\xff\xd8") else "png"
-    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+    if isinstance(picture, Video):
+        kind = mimetypes.guess_type(picture.path)[0] or "video/mp4"
+    else:
+        kind = "image/jpeg" if data.startswith(b"\xff\xd8") else "image/png"
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"

@@ -24,16 +24,17 @@ from typing import Any
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import Env, OutageError, Outcome, StepResult, ToolError, ToolResults, Turn
 from jaxrl.envs.images import (
-    IMAGE_TAG,
     Picture,
     TextWithImages,
     UnreadableImageError,
+    Video,
+    VideoTokens,
     get_attached_images,
     split_at_tags,
 )
 from jaxrl.envs.search.resilient import ResilientSearch
 from jaxrl.extras.endpoints.completions import EndpointTool, get_first_choice, wrap_endpoint
-from jaxrl.extras.endpoints.images import make_data_url, prepare_image
+from jaxrl.extras.endpoints.images import format_part, make_data_url, prepare_image
 from jaxrl.extras.endpoints.keys import KEYS
 from jaxrl.sampling.episodes import (
     BaseRollout,
@@ -62,7 +63,7 @@ FATAL_STATUSES = {
 """Settings to check for HTTP statuses with which all requests fail."""
 
 Content = str | Sequence[str | Picture]
-"""Content of a message: text, or a sequence of texts and images."""
+"""Content of a message: text, or a sequence of texts, images and video files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +126,8 @@ class ChatModel:
         """Request the next turn of a chat.
 
         Args:
-            messages: Messages with role, `Content` and other fields. Images are PNG or JPEG.
+            messages: Messages with role, `Content` and other fields; see `prepare_image` for
+                images and videos.
             stops: Strings at which the turn ends.
             sampling: Additional request fields, including a seed, which differs between samples.
 
@@ -169,7 +171,7 @@ def _format_part(part: str | Picture) -> dict[str, Any]:
     """Return a message part in OpenAI's format, with image digests to keep recordings small."""
     if isinstance(part, str):
         return {"type": "text", "text": fix_surrogates(part)}
-    return {"type": "image_url", "image_url": {"url": part.digest}}
+    return format_part(part, part.digest)
 
 
 def _format_tool_calls(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,8 +199,9 @@ class _ChatEndpoint(EndpointTool):
         urls = {image.digest: make_data_url(image) for image in get_attached_images(call)}
         for message in request["messages"]:
             for part in message["content"] if isinstance(message["content"], list) else ():
-                if part["type"] == "image_url":
-                    part["image_url"]["url"] = urls[part["image_url"]["url"]]
+                if part["type"] != "text":
+                    source = part[part["type"]]
+                    source["url"] = urls[source["url"]]
         fields = {"model": self.settings.model, **request, **self.settings.options}
         body = {name: value for name, value in fields.items() if value is not None}
         try:
@@ -369,11 +372,12 @@ class ChatRollout(BaseRollout):
         """Start an episode; return its first messages, with images in place of placeholders."""
         opening, images = self._start_episode(draw.task), self._prepare_images(draw.task.images)
         prompt: list[Mapping[str, Any]] = []
+        tags = sorted({image.tag for image in images})
         for message in opening:
             content: Content = message["content"]
-            parts = split_at_tags(message["content"], [IMAGE_TAG] if images else ())
-            if IMAGE_TAG in parts:
-                content = [images.pop(0) if part == IMAGE_TAG else part for part in parts]
+            parts = split_at_tags(message["content"], tags)
+            if any(tag in parts for tag in tags):
+                content = [images.pop(0) if part in tags else part for part in parts]
             prompt.append({**message, "content": content})
         return prompt
 
@@ -416,10 +420,9 @@ class ChatRollout(BaseRollout):
         """
         if not turn.images:
             return turn.observation or CONTINUE_MESSAGE
-        _, output = self._tokenizer.render_image(1)
-        before, _, after = (turn.observation or CONTINUE_MESSAGE).rpartition(
-            output * len(turn.images)
-        )
+        counts = [VideoTokens(1) if isinstance(image, Video) else 1 for image in turn.images]
+        output = "".join(self._tokenizer.render_image(count)[1] for count in counts)
+        before, _, after = (turn.observation or CONTINUE_MESSAGE).rpartition(output)
         return [part for part in (before, *self._prepare_images(turn.images), after) if part != ""]
 
     def _step_env(self, sample: Sample, text: str) -> StepResult:

@@ -21,7 +21,7 @@ from jaxrl.envs.base import (
     Task,
     ToolError,
 )
-from jaxrl.envs.images import Picture
+from jaxrl.envs.images import Picture, Video
 from jaxrl.envs.math_env import MathEnv
 from jaxrl.envs.protocol import PROTOCOLS
 from jaxrl.envs.search.base import Document, DocumentSearch, Hit
@@ -34,7 +34,14 @@ from jaxrl.sampling.episodes import ReplySchedule, TokenLimits
 from jaxrl.sampling.interfaces import SamplingConfig, Seeds
 from jaxrl.training.usage import UsageStats
 from jaxrl.types import Draw, flatten_groups
-from tests.images import drawn, encoded, looking_tokenizer, save_processor
+from tests.images import (
+    drawn,
+    encode_video,
+    encoded,
+    looking_tokenizer,
+    save_processor,
+    video_tokenizer,
+)
 from tests.servers import Reply, served
 from tests.toys import toy_tokenizer
 
@@ -290,11 +297,10 @@ class ShowingEnv(MathEnv):
 
 def play_images(answer, images, *, question="", shown=(), **settings):
     """Return the trajectory of a task with images, and the messages sent for it."""
+    settings = {"tokenizer": looking_tokenizer(), **settings}
     question = question or "<image>" * len(images) + "What?"
     task = Task(id="0", question=question, answers=("a",), images=images)
-    [trajectory], requests = play(
-        answer, tasks=[task], env=ShowingEnv(*shown), tokenizer=looking_tokenizer(), **settings
-    )
+    [trajectory], requests = play(answer, tasks=[task], env=ShowingEnv(*shown), **settings)
     return trajectory, [request.json["messages"] for request in requests]
 
 
@@ -339,6 +345,30 @@ def test_images_are_sent_in_order_with_the_text(processor, tmp_path):
     [pad] = looking_tokenizer().encode("<|image_pad|>")
     assert trajectory.token_ids.tolist().count(pad) == 3 * 6
     assert trajectory.turns[0].images == (Picture(data=seen),)
+
+
+def test_video_files_are_sent_in_order_with_images(processor, tmp_path):
+    first, second = (
+        encode_video(np.full((4, 16, 24, 3), gray, np.uint8), kind="mp4", codec="mpeg4",
+                     pixel_format="yuv420p")
+        for gray in (0, 200)
+    )  # fmt: skip
+    (tmp_path / "a.webm").write_bytes(first)
+    pictures = (Picture(data=encoded(drawn())), Video(path=str(tmp_path / "a.webm")))
+    replies = iter([completion("Let me see. "), completion("Answer: a")])
+    trajectory, (_, sent) = play_images(
+        lambda _: next(replies), pictures, processor=processor, tokenizer=video_tokenizer(),
+        question="A<image>, <video>?", shown=[Video(data=second), pictures[0]],
+    )  # fmt: skip
+    assert trajectory.outcome == Outcome.ANSWERED
+    kinds = [part["type"] for part in sent[1]["content"]]
+    assert kinds == ["text", "image_url", "text", "video_url", "text"]
+    url = f"data:video/webm;base64,{base64.b64encode(first).decode()}"
+    assert sent[1]["content"][3] == {"type": "video_url", "video_url": {"url": url}}
+    before, video, image, after = sent[3]["content"]
+    assert [before, after] == [text("<seen>here:"), text("</seen>")]
+    assert video["video_url"]["url"] == f"data:video/mp4;base64,{base64.b64encode(second).decode()}"
+    assert read_image(image) == pictures[0].data
 
 
 def test_images_are_sent_upright_or_blank():

@@ -1,7 +1,6 @@
 """Videos: sampling, sizes, patches and prompts against `transformers`; files; bad input."""
 
 import dataclasses
-import io
 import json
 from functools import partial
 
@@ -14,7 +13,7 @@ from jaxrl.envs.images import Picture, UnreadableImageError, Video, encode_pixel
 from jaxrl.extras.vision.processor import HFImageProcessor, Image
 from jaxrl.extras.vision.video import Header, Qwen3VideoRules, VideoRules
 from tests.golden.make_video import GRID, INTERVAL, requests
-from tests.images import drawn, encoded, save_processor, video_tokenizer
+from tests.images import drawn, encode_video, encoded, save_processor, video_tokenizer
 from tests.vision import FOLDERS, NAMES, golden, logits_of
 
 RULES = {
@@ -146,20 +145,6 @@ def test_the_config_overrides_the_files_of_the_model(tmp_path):
 
 
 # Files.
-
-
-def encode_video(pixels, kind="matroska", codec="ffv1", pixel_format="bgr0"):
-    """Return a file with these frames, 10 per second; the default is lossless."""
-    av = pytest.importorskip("av")
-    file = io.BytesIO()
-    with av.open(file, "w", format=kind) as container:
-        stream = container.add_stream(codec, rate=10)
-        stream.height, stream.width = pixels.shape[1:3]
-        stream.pix_fmt = pixel_format
-        for frame in pixels:
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, "rgb24")))
-        container.mux(stream.encode())
-    return file.getvalue()
 
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (12, 24, 16, 3), np.uint8)
