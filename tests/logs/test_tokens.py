@@ -10,7 +10,7 @@ from jaxrl.logs.tokens import make_token_logger
 from jaxrl.run import run
 from jaxrl.training.controllers import AdaptiveKL, Controllers
 from jaxrl.training.method import needs_divergences
-from jaxrl.training.packing import SizesInUse
+from jaxrl.training.packing import CompiledSizes
 from jaxrl.training.reference_kl import make_kl_fn
 from jaxrl.types import flatten_groups, replace_fields
 from tests.episodes import grouped
@@ -74,10 +74,10 @@ def test_logged_weights_are_those_of_the_mini_batch():
 
 
 def test_logging_adds_no_size_of_micro_batches(monkeypatch):
-    shape = dataclasses.replace(policies.SHAPE, sizes=SizesInUse())
+    shape = dataclasses.replace(policies.SHAPE, sizes=CompiledSizes())
     monkeypatch.setattr(policies, "SHAPE", shape)
     log_step()
-    assert shape.sizes == SizesInUse()
+    assert shape.sizes == CompiledSizes()
 
 
 def test_logged_kl_weights_use_the_coefficient_of_the_step():
