@@ -64,9 +64,10 @@ MARGIN = 0.1
 
 IGNORE_PLAN_HINT = "--ignore_memory_plan starts anyway, because the plan may be wrong"
 
-TPU_RECURRENCE_FACTOR = 3.5
-"""Memory of a delta net's backward pass on a TPU over that of its activations: 3.0 and 3.4 for
-Qwen3.5-4B and 9B, compiled for v6e, whose recurrence has float32 arrays padded to whole tiles."""
+RECURRENCE_FACTORS = {"cpu": 1.0, "gpu": 1.7, "tpu": 3.5}
+"""Memory of a delta net's backward pass over that of its activations, whose recurrence has float32
+arrays, on TPUs padded to whole tiles. For Qwen3.5-4B and 9B: 1.5 and 1.7 compiled for H100, 3.0 and
+3.4 for v6e."""
 
 BATCH_BYTES = 40
 """Bytes per token in a mini-batch, which has about ten arrays of four bytes."""
@@ -313,8 +314,8 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
     layer = model.memory_terms(sizes["tensor"])
     saved, num_layers = layer.saved_activations.get(remat, 0), model.num_layers
     inner = tokens * layer.activations * operand_bytes
-    if model.num_recurrent_layers and is_tpu:
-        inner = int(TPU_RECURRENCE_FACTOR * inner)
+    if model.num_recurrent_layers:
+        inner = int(RECURRENCE_FACTORS[target.platform] * inner)
     if model.num_experts:
         experts = model.expert_terms(sizes["tensor"], sizes["expert"])
         saved += experts.saved_activations.get(remat, 0)
