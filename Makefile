@@ -10,7 +10,7 @@ NEWEST := .venv-newest
 JOBS ?= 2
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: setup quickstart perfect-start looking seeking real vocabularies try-vocabularies test test-newest test-tpu test-slow parity check bench clean
+.PHONY: setup quickstart perfect-start looking moving seeking real vocabularies try-vocabularies test test-newest test-tpu test-slow parity check bench clean
 
 setup: $(STAMP)
 
@@ -35,12 +35,18 @@ perfect-start: data/quickstart/questions_eval.jsonl
 	  --config.stages="('sft', 'evaluate')" \
 	  --config.sft.source=data/quickstart/demonstrations_perfect.jsonl
 
-# A small Qwen2.5-VL learns to look at pictures, and to search what it sees; see docs/images.md.
+# A small Qwen2.5-VL learns to look at pictures and videos, and to search what it sees; see docs/images.md.
 data/looking/questions_eval.jsonl: $(STAMP) examples/looking_world.py
 	$(BIN)/python -m examples.looking_world --out=data/looking --seed=0
 
 looking: data/looking/questions_eval.jsonl
 	$(BIN)/python -m jaxrl.launch --config=configs/looking.py --workdir=runs/looking
+
+data/moving/questions_eval.jsonl: $(STAMP) examples/looking_world.py
+	$(BIN)/python -m examples.looking_world --out=data/moving --seed=0 --kind=moving
+
+moving: data/moving/questions_eval.jsonl
+	$(BIN)/python -m jaxrl.launch --config=configs/moving.py --workdir=runs/moving
 
 data/seeking/questions_eval.jsonl: $(STAMP) examples/looking_world.py
 	$(BIN)/python -m examples.looking_world --out=data/seeking --seed=0 --kind=seeking
@@ -137,4 +143,4 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.peers
 
 clean:
-	rm -rf $(VENV) $(NEWEST) runs data/quickstart data/looking data/seeking data/real data/libtpu .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(NEWEST) runs data/quickstart data/looking data/moving data/seeking data/real data/libtpu .pytest_cache .mypy_cache .ruff_cache

@@ -1,19 +1,23 @@
-"""Generate a world of pictures with questions about them, with or without a search.
+"""Generate a world of pictures or videos with questions about them, with or without a search.
 
     python -m examples.looking_world --out=data/looking --seed=0
+    python -m examples.looking_world --out=data/moving --seed=0 --kind=moving
     python -m examples.looking_world --out=data/seeking --seed=0 --kind=seeking
 
 Every picture has one to four objects of the same shape and color, in different quarters. In the
 looking world, a question asks for the shape, the color or the count; each has four possible
 answers, so a quarter of all guesses are correct. In the seeking world, a question asks where the
 objects are kept. A document states the town, so the model has to recognize the objects and search
-for them. Training tasks and demonstrations contain no picture of a held-out question.
+for them. Training tasks and demonstrations contain no picture or video of a held-out question.
+
+Every video of the moving world has one object, which returns at the opposite edge when it leaves.
+A question asks for the shape, the color or the direction. No single frame shows the direction.
 
 Demonstrations are deliberately poor, so that reinforcement learning has something to improve.
-Those of the looking world state shape, color and count, a quarter of them for a different picture,
-and then mostly answer a different question. Those of the seeking world mostly search for only the
-color or only the shape, which matches four objects. They use other worlds with other towns, so
-they teach no facts.
+Those of the looking and the moving world state all three properties, a quarter of them for a
+different picture or video, and then mostly answer a different question. Those of the seeking world
+mostly search for only the color or only the shape, which matches four objects. They use other
+worlds with other towns, so they teach no facts.
 
 The same seed generates the same bytes. The model is a small Qwen2.5-VL with random weights,
 including the vision tower, in Hugging Face format with a tokenizer and an image processor.
@@ -22,8 +26,9 @@ including the vision tower, in Hugging Face format with a tokenizer and an image
 import argparse
 import itertools
 import random
+import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,13 +51,19 @@ COLORS = {
 }
 SHAPES = ("circle", "square", "triangle", "cross")
 COUNTS = ("1", "2", "3", "4")
+DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 TOWNS = tuple(quickstart.CITIES[:16])
 
-ANSWERS = {"shape": SHAPES, "color": tuple(COLORS), "count": COUNTS}
-"""Possible answers in the looking world, by kind of question."""
+ANSWERS = {
+    "looking": {"shape": SHAPES, "color": tuple(COLORS), "count": COUNTS},
+    "moving": {"shape": SHAPES, "color": tuple(COLORS), "direction": tuple(DIRECTIONS)},
+}
+"""Possible answers by world and kind of question."""
 
 QUARTER = 16  # pixels, along a side
 PATCH, MERGE = 8, 2  # pixels per patch and patches per token, along a side
+NUM_FRAMES = 4
+STEP = 4  # pixels between two frames of a video
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -60,6 +71,7 @@ CHAT_TEMPLATE = (
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
     "{% for part in message['content'] %}"
     "{% if part['type'] == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}"
+    "{% elif part['type'] == 'video' %}{{ '<|vision_start|><|video_pad|><|vision_end|>' }}"
     "{% else %}{{ part['text'] }}{% endif %}"
     "{% endfor %}{% endif %}"
     "{{ '<|im_end|>\\n' }}"
@@ -84,12 +96,40 @@ class Scene:
         """Return the name of the object, which is the title of its document."""
         return f"{self.color} {self.shape}"
 
+    def describe(self) -> dict[str, str]:
+        """Return the correct answers, by kind of question."""
+        return {"shape": self.shape, "color": self.color, "count": str(len(self.positions))}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clip(Scene):
+    """Contents of a video: a picture that moves, and returns at the opposite edge."""
+
+    start: tuple[int, int]  # steps to the right and down before the first frame
+    direction: str
+
+    def describe(self) -> dict[str, str]:
+        """Return the correct answers, by kind of question."""
+        return {"shape": self.shape, "color": self.color, "direction": self.direction}
+
 
 def sample_scene(rng: random.Random) -> Scene:
     """Sample one to four objects, slightly off the centers of their quarters."""
     quarters = sorted(rng.sample(range(4), rng.randint(1, 4)))
     positions = tuple((quarter, rng.randint(-1, 1), rng.randint(-1, 1)) for quarter in quarters)
     return Scene(shape=rng.choice(SHAPES), color=rng.choice(sorted(COLORS)), positions=positions)
+
+
+def sample_clip(rng: random.Random) -> Clip:
+    """Sample one object, whose direction is independent of its position in any frame."""
+    num_starts = 2 * QUARTER // STEP
+    return Clip(
+        shape=rng.choice(SHAPES),
+        color=rng.choice(sorted(COLORS)),
+        positions=((0, 0, 0),),
+        start=(rng.randrange(num_starts), rng.randrange(num_starts)),
+        direction=rng.choice(sorted(DIRECTIONS)),
+    )
 
 
 def draw_picture(scene: Scene) -> PIL.Image.Image:
@@ -113,42 +153,52 @@ def draw_picture(scene: Scene) -> PIL.Image.Image:
     return image
 
 
+def draw_frames(scene: Scene) -> list[PIL.Image.Image]:
+    """Draw the picture of a scene, or the frames of a clip."""
+    picture = draw_picture(scene)
+    if not isinstance(scene, Clip):
+        return [picture]
+    (x, y), (right, down) = scene.start, DIRECTIONS[scene.direction]
+    shifts = [(STEP * (y + i * down), STEP * (x + i * right)) for i in range(NUM_FRAMES)]
+    return [PIL.Image.fromarray(np.roll(picture, shift, axis=(0, 1))) for shift in shifts]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Question:
     """A question about a scene."""
 
     scene: Scene
-    kind: str  # key of ASKED, or "town"
-    text: str
+    kind: str  # key of QUESTIONS
     answer: str
+
+    @property
+    def text(self) -> str:
+        """Return the text of the question, after the placeholder of the picture or video."""
+        tag = "<video>" if isinstance(self.scene, Clip) else "<image>"
+        return f"{tag}{QUESTIONS[self.kind]}"
 
 
 QUESTIONS = {
     "shape": "Which shape is it?",
     "color": "Which color is it?",
     "count": "How many are there?",
+    "direction": "Which way does it move?",
     "town": "In which town are they kept?",
 }
 
 
-def describe_scene(scene: Scene) -> dict[str, str]:
-    """Return the correct answers in the looking world, by kind of question."""
-    return {"shape": scene.shape, "color": scene.color, "count": str(len(scene.positions))}
-
-
-def make_looking_question(kind: str, rng: random.Random) -> Question:
-    """Generate a question of the looking world about a random scene."""
-    scene = sample_scene(rng)
-    return Question(
-        scene=scene, kind=kind, text=QUESTIONS[kind], answer=describe_scene(scene)[kind]
-    )
+def make_looking_question(
+    kind: str, sample: Callable[[random.Random], Scene], rng: random.Random
+) -> Question:
+    """Generate a question about the properties of a random scene from `sample`."""
+    scene = sample(rng)
+    return Question(scene=scene, kind=kind, answer=scene.describe()[kind])
 
 
 def make_seeking_question(towns: Mapping[str, str], rng: random.Random) -> Question:
     """Generate a question of the seeking world. `towns` maps object names to towns."""
     scene = sample_scene(rng)
-    text, answer = QUESTIONS["town"], towns[scene.name]
-    return Question(scene=scene, kind="town", text=text, answer=answer)
+    return Question(scene=scene, kind="town", answer=towns[scene.name])
 
 
 def sample_towns(rng: random.Random) -> dict[str, str]:
@@ -165,13 +215,18 @@ def make_documents(towns: Mapping[str, str]) -> list[dict[str, str]]:
     ]
 
 
-def demonstrate_looking(question: Question, looks: bool, rng: random.Random) -> dict[str, Any]:
-    """Generate a demonstration of the looking world; most answer a different question.
+def demonstrate_looking(
+    question: Question,
+    looks: bool,
+    sample: Callable[[random.Random], Scene],
+    rng: random.Random,
+) -> dict[str, Any]:
+    """Generate a demonstration that describes a scene; most answer a different question.
 
-    It describes the picture of the question or, unless `looks`, a random one.
+    It describes the scene of the question or, unless `looks`, a random one from `sample`.
     """
-    seen = describe_scene(question.scene if looks else sample_scene(rng))
-    kinds = list(ANSWERS)
+    seen = (question.scene if looks else sample(rng)).describe()
+    kinds = list(seen)
     [offset] = rng.choices((0, 1, 2), weights=(7, 10, 3))
     answer = seen[kinds[(kinds.index(question.kind) + offset) % len(kinds)]]
     description = f"{' '.join(seen.values())} Answer: {answer}{quickstart.END_OF_TURN}"
@@ -205,7 +260,7 @@ def demonstrate_seeking(
 
 def make_demonstration(question: Question, turns: Sequence[str], answer: str) -> dict[str, Any]:
     roles = itertools.cycle(("assistant", "tool"))
-    messages = [{"role": "user", "content": f"<image>{question.text}"}]
+    messages = [{"role": "user", "content": question.text}]
     messages += [{"role": role, "content": text} for role, text in zip(roles, turns, strict=False)]
     return {
         "messages": messages,
@@ -217,7 +272,7 @@ def make_demonstration(question: Question, turns: Sequence[str], answer: str) ->
 
 def make_record(question: Question) -> dict[str, Any]:
     return {
-        "question": f"<image>{question.text}",
+        "question": question.text,
         "answers": [question.answer],
         "data_source": question.kind,
         "scene": question.scene,
@@ -228,8 +283,9 @@ def make_world(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     """Generate the records of each file, with scenes instead of images."""
     rngs = {part: random.Random(f"{args.seed} {part}") for part in (*SIDES, "demos", "towns")}
     towns = sample_towns(rngs["towns"])
-    kinds = itertools.cycle(ANSWERS)
     is_seeking = args.kind == "seeking"
+    kinds = itertools.cycle(ANSWERS.get(args.kind, ()))
+    sample = sample_clip if args.kind == "moving" else sample_scene
 
     def iter_questions(side: str, towns: Mapping[str, str], seen: set[Scene]) -> Iterator[Question]:
         """Yield questions about scenes that are not in `seen`."""
@@ -238,7 +294,7 @@ def make_world(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
             candidate = (
                 make_seeking_question(towns, rng)
                 if is_seeking
-                else make_looking_question(next(kinds), rng)
+                else make_looking_question(next(kinds), sample, rng)
             )
             if candidate.scene not in seen:
                 yield candidate
@@ -256,7 +312,7 @@ def make_world(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
         chats.append(
             demonstrate_seeking(question, looks, other, rng)
             if is_seeking
-            else demonstrate_looking(question, looks, rng)
+            else demonstrate_looking(question, looks, sample, rng)
         )
     files = {
         "questions_train": [make_record(question) for question in train],
@@ -267,17 +323,24 @@ def make_world(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
 
 
 def write_images(folder: Path, files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
-    """Write a picture per scene; replace scenes in the records with picture paths."""
+    """Write each picture or frame once; replace scenes in the records with paths."""
     (folder / "pictures").mkdir(parents=True, exist_ok=True)
-    paths: dict[Scene, str] = {}
+    paths: dict[bytes, str] = {}
     for record in itertools.chain.from_iterable(files.values()):
         scene = record.pop("scene", None)
         if scene is None:
             continue
-        if scene not in paths:
-            paths[scene] = f"pictures/{len(paths):05d}.png"
-            draw_picture(scene).save(folder / paths[scene])
-        record["images"] = [paths[scene]]
+        names = []
+        for image in draw_frames(scene):
+            pixels = image.tobytes()
+            if pixels not in paths:
+                paths[pixels] = f"pictures/{len(paths):05d}.png"
+                image.save(folder / paths[pixels])
+            names.append(paths[pixels])
+        if isinstance(scene, Clip):
+            record["videos"] = [{"frames": names}]
+        else:
+            record["images"] = names
 
 
 def make_model_config(tokenizer: tokenizers.Tokenizer) -> dict[str, Any]:
@@ -433,11 +496,13 @@ def write_model(folder: Path, tokenizer: tokenizers.Tokenizer, *, seed: int) -> 
     shutil.copymode(folder / "config.json", folder / "model.safetensors")
 
 
-def make_tokenizer(files: Mapping[str, Sequence[dict[str, Any]]]) -> tokenizers.Tokenizer:
-    """Train a tokenizer with one token per word and special tokens for images."""
-    words = {*COLORS, *SHAPES, *COUNTS, *TOWNS}
+def make_tokenizer(
+    files: Mapping[str, Sequence[dict[str, Any]]], kind: str
+) -> tokenizers.Tokenizer:
+    """Train a tokenizer with one token per word and special tokens for images and videos."""
+    words = {*COLORS, *SHAPES, *COUNTS, *TOWNS, *(DIRECTIONS if kind == "moving" else ())}
     texts = quickstart.iter_training_texts(files["demonstrations"], words)
-    tokenizer = quickstart.train_tokenizer(text.replace("<image>", "") for text in texts)
+    tokenizer = quickstart.train_tokenizer(re.sub("<image>|<video>", "", text) for text in texts)
     tokenizer.add_special_tokens(list(VISION_TOKENS))
     return tokenizer
 
@@ -446,7 +511,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kind", choices=("looking", "seeking"), default="looking")
+    parser.add_argument("--kind", choices=("looking", "moving", "seeking"), default="looking")
     parser.add_argument("--num_train", type=int, default=2000)
     parser.add_argument("--num_held_out", type=int, default=240)
     parser.add_argument("--num_demonstrations", type=int, default=6000)
@@ -459,7 +524,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     files = make_world(args)
-    tokenizer = make_tokenizer(files)
+    tokenizer = make_tokenizer(files, args.kind)
     write_images(args.out, files)
     write_model(args.out / "model", tokenizer, seed=args.seed)
     quickstart.write_files(args.out, files)

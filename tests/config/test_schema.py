@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from configs import ares_looking, debug_tiny, looking, quickstart, seeking
+from configs import ares_looking, debug_tiny, looking, moving, quickstart, seeking
 from jaxrl.builders.validation import validate
 from jaxrl.config import schema as configuration
 from jaxrl.config.keys import (
@@ -25,7 +25,7 @@ def config():
 
 
 def test_shipped_configs_are_valid():
-    for module in (debug_tiny, quickstart, looking, ares_looking, seeking):
+    for module in (debug_tiny, quickstart, looking, ares_looking, moving, seeking):
         validate(module.get_config())
         assert module.get_config("data/other").model.path == "data/other/model"
 

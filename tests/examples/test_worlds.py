@@ -31,7 +31,7 @@ PEOPLE = ("--num_people=60", "--num_held_out=12", "--num_demonstrations=200", "-
 CLAIMS = ("--num_people=120", "--num_held_out=30", "--num_questions=24")
 CLAIMS += ("--num_demonstrations=100", "--num_worlds=1")
 PROBLEMS = ("--num_train=60", "--num_held_out=20", "--num_demonstrations=100")
-IMAGES = ("--kind=looking", "--num_train=24", "--num_held_out=6", "--num_demonstrations=60")
+IMAGES = ("--num_train=24", "--num_held_out=6", "--num_demonstrations=60")
 TRAILS = ("--num_trails=40", "--num_held_out=10", "--length=5", "--num_demonstrations=60")
 WORLDS = {
     "quickstart": (quickstart_world, PEOPLE),
@@ -39,7 +39,8 @@ WORLDS = {
     "calls": (calls_world, PEOPLE),
     "hops": (claims_world, ("--world=hops", *CLAIMS)),
     "unanswerable": (claims_world, ("--world=unanswerable", *CLAIMS)),
-    "looking": (looking_world, IMAGES),
+    "looking": (looking_world, ("--kind=looking", *IMAGES)),
+    "moving": (looking_world, ("--kind=moving", *IMAGES)),
     "math": (math_world, PROBLEMS),
     "puzzle": (puzzle_world, PROBLEMS),
     "trail": (trail_world, (*TRAILS, "--num_worlds=2")),
