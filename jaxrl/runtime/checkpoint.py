@@ -222,8 +222,8 @@ class Checkpointer:
 
         Raises:
             CheckpointError: All checkpoints are damaged (none is moved), or restoring an undamaged
-                checkpoint failed, for example because there is too little memory or the
-                configuration changed.
+                checkpoint failed, for example because there is too little memory, the configuration
+                changed, or another version of jaxrl wrote it.
         """
         step = self._choose_undamaged_step(
             [step] if step is not None else sorted(self.scores(), reverse=True)
@@ -231,7 +231,15 @@ class Checkpointer:
         if step is None:
             return None
         position = self._read_position(step)
-        return position, self._restore_items(step, targets(position))
+        try:
+            items = targets(position)
+        except KeyError as error:
+            raise CheckpointError(
+                f"the position of checkpoint {step} in {self._folder} lacks {error}; expected a "
+                "checkpoint of this version of jaxrl. Use the version that wrote it, or name "
+                "another --workdir."
+            ) from error
+        return position, self._restore_items(step, items)
 
     def restore_best(self, state: TrainState) -> tuple[int, TrainState]:
         """Restore the checkpoint with the best evaluation score; return its step and state.

@@ -211,6 +211,16 @@ def test_a_killed_save_leaves_no_trace(open_checkpoints, folder):
     assert {path.name for path in folder.iterdir()} == {"2", "3"}
 
 
+def test_a_checkpoint_of_another_version_is_refused_and_left_in_place(open_checkpoints, folder):
+    saving = open_checkpoints()
+    saving.save(1, make_state(1), {"sizes_in_use": []}, None)
+    saving.wait()
+    files = list_files(folder / "1")
+    with pytest.raises(CheckpointError, match=r"checkpoint 1 in .* lacks 'compiled_sizes'"):
+        open_checkpoints().restore(lambda position: position["compiled_sizes"])
+    assert list_files(folder / "1") == files
+
+
 def list_files(step_folder):
     return sorted(path for path in step_folder.rglob("*") if path.is_file())
 
