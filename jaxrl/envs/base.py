@@ -143,7 +143,7 @@ class ToolResults:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Reply of the environment to one model message.
+    """Environment's reply to one model message.
 
     The episode ends if `outcome` is set. Otherwise, the model continues after the `observation`, if
     there is one. If there is an `error` without an outcome, the observation is a fallback, and the
@@ -204,7 +204,7 @@ class Episode:
 
 @dataclass(frozen=True, kw_only=True)
 class Reward:
-    """Score of an episode from the environment.
+    """Environment's score for an episode.
 
     `parts` are unweighted. `RewardCombiner` sets `total`, the weighted sum that training uses, and
     splits it into `turn_totals`, one per turn, and `rest`, for the episode.

@@ -43,12 +43,12 @@ from jaxrl.envs.rewards.search_r1 import (
 
 @dataclass(frozen=True, kw_only=True)
 class ParsedCall:
-    """A parsed tool call, with plain text or JSON arguments. The tool may not exist.
+    """Parsed tool call, with plain text or JSON arguments. The tool may not exist.
 
     Attributes:
         tool: Name of the tool.
         arguments: Plain text, or the value of each argument.
-        has_types: False if all values are texts, whatever type the tool expects.
+        has_types: False if every value is text, regardless of the type that the tool expects.
     """
 
     tool: str
@@ -56,13 +56,16 @@ class ParsedCall:
     has_types: bool = True
 
     def get_arguments(self, schema: Mapping[str, Any]) -> str | Mapping[str, Any]:
-        """Return the arguments. Texts become JSON values unless the schema allows a string.
+        """Return the arguments, with untyped text parsed as JSON unless the schema allows a string.
 
-        Text that is not JSON is returned unchanged. As chat templates write them, `True`, `False`
-        and `None` are JSON too.
+        Text that is not JSON is unchanged. `True`, `False` and `None` are also parsed, because chat
+        templates write them.
 
         Args:
             schema: JSON schema of the tool's arguments.
+
+        Raises:
+            RecursionError: An argument is nested too deeply.
         """
         if self.has_types or isinstance(self.arguments, str):
             return self.arguments
@@ -272,8 +275,8 @@ def _parse_function(text: str) -> ParsedCall | MalformedCall:
     function = _FUNCTION.fullmatch(text)
     if function is None:
         return MalformedCall(
-            reason="the call is not <function=NAME>, then <parameter=NAME>, a value and "
-            "</parameter> for each argument, then </function>"
+            reason="the call is malformed; expected <function=NAME>, then "
+            "<parameter=NAME>VALUE</parameter> for each argument, then </function>"
         )
     # The template writes a line break before and after a value.
     arguments = {

@@ -25,8 +25,8 @@ MICRO_BATCH_TOKENS = 64
 """Cost of a micro-batch beside its tokens, such as adding its gradients, in tokens per device."""
 
 COMPILATION_FLOPS = {"cpu": 1e12, "gpu": 1e16, "tpu": 1e16}
-"""FLOPs per device in the time that the programs of a new size compile: 12 s on a CPU for a model
-of 4 layers, half a minute on an accelerator."""
+"""FLOPs that a device can compute while the programs of a new size compile: 12 s on a CPU for a
+model of 4 layers, half a minute on an accelerator."""
 
 MAX_SIZES = 16
 """Number of sizes in use above which a size is added only for sequences that fit in no other."""
@@ -87,7 +87,7 @@ class BatchShape:
     num_pieces: int = 1  # C, pieces of a row on different devices; divides T
     # Recorded arrays that the model reads.
     token_arrays: Mapping[str, TokenArraySpec] = field(default_factory=dict)
-    # Number of mini-batches that a new size must save before its programs are compiled.
+    # Cost that a new size would have saved when its programs are compiled, in mini-batches.
     size_saving: float = field(default=1.0, compare=False)
     # Sizes in use if `fit_rows` may change b and T without increasing b * T, else None.
     sizes: CompiledSizes | None = field(default=None, compare=False)
@@ -121,7 +121,7 @@ class BatchShape:
         return dataclasses.replace(self, num_micro=num_micro, row_tokens=row_tokens)
 
     def with_size_saving(self, num_params: int, platform: str, num_devices: int) -> BatchShape:
-        """Return a shape whose new sizes repay their compilation, by `COMPILATION_FLOPS`.
+        """Return a shape that adds a size once it repays its compilation; see `COMPILATION_FLOPS`.
 
         Training takes 6 FLOPs per parameter and token (https://arxiv.org/abs/2001.08361).
         """

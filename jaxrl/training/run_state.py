@@ -114,9 +114,8 @@ class Progress:
     num_learned: int = 0  # train-stage steps with a gradient
     weights_step: int | None = None  # step of the final weights, if the stage stopped early
     micro_rows: int = 0  # rows per micro-batch after the train stage ran out of memory; else 0
-    compiled_sizes: CompiledSizes = field(
-        default_factory=CompiledSizes
-    )  # of micro-batches of the stage
+    # Micro-batch sizes of the stage.
+    compiled_sizes: CompiledSizes = field(default_factory=CompiledSizes)
     # The other fields belong to the train stage. Fields with arrays are not compared, because == of
     # arrays does not return a bool.
     watched: WatchState = field(default_factory=WatchState)

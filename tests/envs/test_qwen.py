@@ -96,6 +96,11 @@ def test_calls_of_one_turn_are_answered_in_order():
         ('<tool_call>{"name": "double"}</tool_call>', "error: the call is no JSON object as"),
         ("<tool_call>{'name': 1}</tool_call>", "error: the call is not valid JSON: Expecting pro"),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "error: the call is nested too deeply"),
+        (
+            f"<tool_call><function=double><parameter=n>{'[' * 100_000}</parameter></function>"
+            "</tool_call>",
+            "error: the call is nested too deeply",
+        ),
         ('<tool_call>{"name": "double"', "error: a call is not closed"),
         (call("Double", text="a"), "error: there is no tool 'Double', only search, double"),
         (call("double", text="a", n=2), "error: unknown argument 'n'; it takes text"),

@@ -52,7 +52,7 @@ class Conversation:
         Args:
             question: User message.
             images: Image paths. The images replace the placeholders in the question, or precede it.
-            videos: Video paths, likewise.
+            videos: Video paths, which are placed like the images.
 
         Returns:
             The trajectory, and the number of earlier questions that were dropped.

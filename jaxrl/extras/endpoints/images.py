@@ -26,15 +26,17 @@ def prepare_image(picture: Picture, *, is_blank: bool = False) -> Picture:
         is_blank: True to return a gray image of the same size.
 
     Raises:
-        UnreadableImageError: The file is damaged or not an image, or the video is not a file or
-            should be blank.
+        UnreadableImageError: The image is damaged, the video file cannot be read, or the video is
+            a list of frames or must be blank.
     """
     if isinstance(picture, Video):
         if picture.frames or is_blank:
-            kind = "a list of frames" if picture.frames else "a video in the suite blank_images"
-            raise UnreadableImageError(
-                f"{picture.name} is {kind}; expected images or video files, which endpoints accept."
+            problem = (
+                "a list of frames; expected a video file, which endpoints accept"
+                if picture.frames
+                else "a video in the suite blank_images; expected images, or leave out the suite"
             )
+            raise UnreadableImageError(f"{picture.name} is {problem}.")
         with wrap_image_errors(picture):
             picture.read()
         return picture
@@ -50,7 +52,7 @@ def prepare_image(picture: Picture, *, is_blank: bool = False) -> Picture:
 def format_part(picture: Picture, url: str) -> dict[str, Any]:
     """Return the content part of a message that holds an image or a video.
 
-    OpenAI's API has no videos; vLLM and SGLang accept `video_url`
+    OpenAI's API does not accept videos; vLLM and SGLang accept `video_url`
     (https://docs.vllm.ai/en/stable/features/multimodal_inputs.html).
     """
     kind = "video_url" if isinstance(picture, Video) else "image_url"

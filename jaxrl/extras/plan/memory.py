@@ -65,9 +65,9 @@ MARGIN = 0.1
 IGNORE_PLAN_HINT = "--ignore_memory_plan starts anyway, because the plan may be wrong"
 
 RECURRENCE_FACTORS = {"cpu": 1.0, "gpu": 2.1, "tpu": 3.5}
-"""Memory of a delta net's backward pass over that of its activations, whose recurrence has float32
-arrays, on TPUs padded to whole tiles. For Qwen3.5-4B and 9B: 1.5 to 2.0 compiled for H100, 3.0 and
-3.4 for v6e."""
+"""Ratio of the memory of a delta net's backward pass to that of its activations. The recurrence
+uses float32 arrays, which TPUs pad to whole tiles. Compiled programs of Qwen3.5-4B and 9B have
+ratios of 1.5 to 2.0 on H100, and 3.0 and 3.4 on v6e."""
 
 BATCH_BYTES = 40
 """Bytes per token in a mini-batch, which has about ten arrays of four bytes."""
