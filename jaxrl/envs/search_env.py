@@ -227,7 +227,7 @@ def _run_calls(calls: list[_Call]) -> None:
     """Run the calls of one tool as a batch and store their results."""
     tool = calls[0].tool
     assert tool is not None
-    answers = tool.run_and_record([call.text for call in calls])
+    answers = tool.call_batch([call.text for call in calls])
     for call, answer in zip(calls, answers, strict=True):
         call.result, call.record = answer.result, answer.record
 

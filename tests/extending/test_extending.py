@@ -90,7 +90,7 @@ def test_the_tool_and_the_engine_answer():
     from my_tool import Clock
 
     def results(tool, *calls):
-        return [answer.result for answer in tool.run_and_record(calls)]
+        return [answer.result for answer in tool.call_batch(calls)]
 
     assert results(Clock(), "75", "0") == ["13:15", "12:00"]
     with served(lambda request: request.params["query"][::-1]) as server:

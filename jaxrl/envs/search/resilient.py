@@ -192,9 +192,9 @@ class ResilientSearch(SearchEngine):
 
     def run_batch(self, queries: Sequence[str], /) -> list[str | ToolError]:
         """Return the text for each query, or its error."""
-        return [call_result.result for call_result in self.run_and_record(queries)]
+        return [call_result.result for call_result in self.call_batch(queries)]
 
-    def run_and_record(self, calls: Sequence[str], /) -> list[CallResult]:
+    def call_batch(self, calls: Sequence[str], /) -> list[CallResult]:
         """Return the text or error of each query, with a record of the call."""
         # Sort the distinct queries into cached, in flight for another episode, and new.
         started_at = time.monotonic()

@@ -89,7 +89,7 @@ class Tool(abc.ABC):
         """
         return parallel_map(functools.partial(run_call, self), calls, max_threads=self.max_threads)
 
-    def run_and_record(self, calls: Sequence[str], /) -> list[CallResult]:
+    def call_batch(self, calls: Sequence[str], /) -> list[CallResult]:
         """Run calls and record each one. Retry each failed call once, on its own.
 
         Retries run concurrently; otherwise, a dead server would cost one timeout per call.

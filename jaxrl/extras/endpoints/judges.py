@@ -267,7 +267,7 @@ class Judge:
     def send_request(self, prompt: str) -> CallResult:
         """Request the reply to a prompt; return the reply or the error, and the call's record."""
         assert self._resilient is not None, "open comes first"
-        [result] = self._resilient.run_and_record([prompt])
+        [result] = self._resilient.call_batch([prompt])
         return replace(result, record=replace(result.record, tool=self.name))
 
 

@@ -149,7 +149,7 @@ class ChatModel:
                 {**message, "role": role, "content": content, **_format_tool_calls(message)}
             )
         body = {"messages": chat, **sampling, **({"stop": list(stops)} if stops else {})}
-        [response] = self._resilient.run_and_record([TextWithImages(json.dumps(body), images)])
+        [response] = self._resilient.call_batch([TextWithImages(json.dumps(body), images)])
         if isinstance(self._resilient.engine, _ChatEndpoint) and self._resilient.engine.fatal_error:
             raise OutageError(self._resilient.engine.fatal_error)
         if isinstance(response.result, ToolError):

@@ -114,7 +114,7 @@ def test_replay_needs_no_engine(tmp_path):
     assert len(Recording(tmp_path, ENGINE)) == 2  # failures are never recorded
     recording = Recording(tmp_path, ENGINE)
     replay = ResilientSearch(EmptySearch(), config, recording=recording, is_replay=True)
-    answers = replay.run_and_record(["b", "a"])
+    answers = replay.call_batch(["b", "a"])
     assert [answer.result for answer in answers] == [results[1], results[0]]
     assert [answer.record.source for answer in answers] == ["replay", "replay"]
     [missing] = replay.run_batch(["bad"])

@@ -98,7 +98,7 @@ def test_a_failure_is_never_cached():
     engine = Engine(lambda query, count: wrong if (query, count) == ("a", 1) else "about")
     search = ResilientSearch(engine, make_config(retries=0, breaker_failures=0))
     assert search.run("b") == "about"  # so that the engine is known to answer
-    [failed], [answer] = search.run_and_record(["a"]), search.run_and_record(["a"])
+    [failed], [answer] = search.call_batch(["a"]), search.call_batch(["a"])
     assert failed.result is wrong
     assert (answer.result, answer.record.source) == ("about", "tool")
 
@@ -112,9 +112,9 @@ def test_concurrent_equal_queries_share_one_call():
         return f"about {query}"
 
     search = ResilientSearch(Engine(reply), make_config())
-    first = run_in_thread(lambda: search.run_and_record(["a", "a"]))
+    first = run_in_thread(lambda: search.call_batch(["a", "a"]))
     assert started.wait(5)
-    second = run_in_thread(lambda: search.run_and_record(["a", "a"]))
+    second = run_in_thread(lambda: search.call_batch(["a", "a"]))
     time.sleep(0.02)
     release.set()
     assert summarize(first.result()) == [("tool", 1, None), ("shared", 0, None)]
@@ -137,7 +137,7 @@ def test_a_query_that_fails_its_batch_fails_no_other():
     """If the engine cannot tell which query fails, the last attempt sends each query alone."""
     engine = BatchEngine(lambda query, count: ConnectionError("no") if query == "bad" else query)
     search = ResilientSearch(engine, make_config(retries=2, breaker_failures=0))
-    first, bad, last = search.run_and_record(["a", "bad", "b"])
+    first, bad, last = search.call_batch(["a", "bad", "b"])
     assert [first.result, last.result] == ["a", "b"]
     assert str(bad.result) == "ConnectionError: no"
     assert engine.batches[:2] == [["a", "bad", "b"]] * 2
@@ -147,14 +147,14 @@ def test_a_query_that_fails_its_batch_fails_no_other():
 
 def test_a_query_is_retried_while_the_engine_answers_others():
     search = ResilientSearch(Engine(fail_first(3)), make_config(retries=3))
-    [answer] = search.run_and_record(["a"])
+    [answer] = search.call_batch(["a"])
     assert (answer.result, answer.record.attempts) == ("about a", 4)
     # A query that always fails is an error once another one has been answered in between.
     engine = Engine(lambda query, _: ToolError("wrong") if query == "bad" else query)
     search = ResilientSearch(engine, make_config(retries=2))
     assert search.run("good") == "good"
     started = time.monotonic()
-    [answer] = search.run_and_record(["bad"])
+    [answer] = search.call_batch(["bad"])
     assert str(answer.result) == "wrong"
     assert not isinstance(answer.result, OutageError)
     assert time.monotonic() - started < 4.0
@@ -206,7 +206,7 @@ def test_calls_wait_for_an_engine_that_recovers():
 
     engine = BatchEngine(reply)
     search = ResilientSearch(engine, make_config(retries=1, breaker_failures=2))
-    answers = search.run_and_record(["a", "b", "c"])
+    answers = search.call_batch(["a", "b", "c"])
     assert [answer.result for answer in answers] == ["a", "b", "c"]
     assert all(answer.record.waited_s >= 0.5 for answer in answers)
     assert sum(answer.record.attempts for answer in answers) == len(engine.queries)
@@ -238,11 +238,11 @@ def test_during_an_outage_an_expired_or_empty_result_may_replace_the_answer():
     search.run("known")
     time.sleep(0.02)
     is_up.clear()
-    known, new = search.run_and_record(["known", "new"])
+    known, new = search.call_batch(["known", "new"])
     assert (known.result.fallback, new.result.fallback) == ("known", NO_INFORMATION)
     assert [answer.record.source for answer in (known, new)] == ["fallback"] * 2
     is_up.set()
-    wait_until(lambda: search.run_and_record(["new"])[0].result == "new")
+    wait_until(lambda: search.call_batch(["new"])[0].result == "new")
 
 
 def test_deadlines_are_kept_and_hanging_threads_are_bounded():
@@ -253,14 +253,14 @@ def test_deadlines_are_kept_and_hanging_threads_are_bounded():
     )
     before = threading.active_count()
     started = time.monotonic()
-    answers = search.run_and_record([f"q{i}" for i in range(200)])
+    answers = search.call_batch([f"q{i}" for i in range(200)])
     assert time.monotonic() - started < 0.6 + 0.1 + 4.0
     assert all(isinstance(answer.result, OutageError) for answer in answers)
     assert threading.active_count() - before <= MAX_HANGING + 64
     release.set()
     wait_until(lambda: threading.active_count() <= before + 1)
     assert search._num_hanging == 0
-    wait_until(lambda: isinstance(search.run_and_record(["good"])[0].result, str))
+    wait_until(lambda: isinstance(search.call_batch(["good"])[0].result, str))
 
 
 @pytest.mark.parametrize("kind", [Engine, BatchEngine])
@@ -304,10 +304,10 @@ def test_recordings_and_the_cache_spend_no_rate(tmp_path):
     reserved = []
     reserve = search._limit.reserve
     search._limit.reserve = lambda count, now: reserved.append(count) or reserve(count, now)
-    answers = search.run_and_record(["recorded", "recorded", "new", "new"])
+    answers = search.call_batch(["recorded", "recorded", "new", "new"])
     sources = [("replay", 0), ("shared", 0), ("tool", 2), ("shared", 0)]
     assert [(a.record.source, a.record.attempts) for a in answers] == sources
-    assert summarize(search.run_and_record(["recorded", "new"])) == [("cache", 0, None)] * 2
+    assert summarize(search.call_batch(["recorded", "new"])) == [("cache", 0, None)] * 2
     assert reserved == [1, 1]  # the two attempts alone
 
 
@@ -330,7 +330,7 @@ def test_every_query_is_answered_by_a_server_with_every_fault():
         engine = HttpRetriever(server.url, timeout_s=0.4, batch_size=8)
         search = ResilientSearch(engine, make_config(retries=12, deadline_s=1.0))
         parts = (queries[:40], queries[40:80], queries[80:])
-        lists = parallel_map(search.run_and_record, parts, max_threads=3)
+        lists = parallel_map(search.call_batch, parts, max_threads=3)
         answers = [answer for answers in lists for answer in answers]
         assert len(answers) == 120
         assert sum(answer.record.attempts for answer in answers) == sum(server.asked.values())

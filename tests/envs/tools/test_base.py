@@ -50,7 +50,7 @@ def test_only_temporary_failures_are_retried():
                 raise ToolError("busy", retry_after_s=0.5)
             raise ToolError("wrong key", is_permanent=True)
 
-    answers = Locked().run_and_record(["a", "b"])
+    answers = Locked().call_batch(["a", "b"])
     records = [answer.record for answer in answers]
     assert [(r.call, r.tool, r.error, r.attempts) for r in records] == [
         ("a", "python", "busy", 2),
