@@ -22,9 +22,9 @@ def grpo(
     """Compute group-relative advantages: `(reward - mean) / (std + epsilon)` within each group.
 
     DeepSeekMath section 4.1 (https://arxiv.org/abs/2402.03300). Without the division, this is Dr.
-    GRPO (https://arxiv.org/abs/2503.20783). A group with equal rewards gets exact zeros; otherwise,
-    a rounding error in the mean divided by a small `epsilon` would become an advantage. A group of
-    size 1 also gets zero, while other implementations keep the raw reward.
+    GRPO (https://arxiv.org/abs/2503.20783). A group with equal rewards gets exact zeros instead of
+    a rounding error of the mean divided by a small `epsilon`. A group of size 1 also gets zero,
+    while other implementations keep the raw reward.
 
     Args:
         rewards: One reward per trajectory.
@@ -56,9 +56,9 @@ def grpo(
 def rloo(rewards: Float[Array, " N"], group_ids: Int[Array, " N"]) -> Float[Array, " N"]:
     """Compute leave-one-out advantages: `reward - mean of the other rewards in the group`.
 
-    https://arxiv.org/abs/2402.14740. The baseline does not depend on the trajectory whose reward it
-    reduces, so the expected gradient is the gradient of the expected reward. Groups of size 1 and
-    groups with equal rewards get exact zeros.
+    https://arxiv.org/abs/2402.14740. The baseline excludes the trajectory's own reward, so the
+    expected gradient is the gradient of the expected reward. Groups of size 1 and groups with equal
+    rewards get exact zeros.
 
     Args:
         rewards: One reward per trajectory.
@@ -170,8 +170,8 @@ def pass_at_k_full_sampling(
     """Compute pass@k advantages from disjoint subsets: `n // k` subsets of k per group of n.
 
     From https://arxiv.org/abs/2508.10751. A subset gets reward 1 if any member is correct. Its
-    advantage is `grpo` over the subsets of the group, with the population standard deviation, and
-    every member gets it. Subsets are consecutive in batch order; the remaining trajectories get 0.
+    advantage, which all members get, is `grpo` over the subsets of the group, with the population
+    standard deviation. Subsets are consecutive in batch order; the remaining trajectories get 0.
 
     Args:
         is_correct: See `pass_at_k`.
@@ -270,7 +270,7 @@ def pass_at_k_entropy_guided(
 
 
 def _make_group_mask(group_ids: Int[Array, " N"]) -> Bool[jax.Array, "N N"]:
-    """Return True for each pair of trajectories in the same group, except negative ids."""
+    """Return a mask of the pairs of trajectories in the same group, False for negative ids."""
     group_ids = jnp.asarray(group_ids)
     return (group_ids[:, None] == group_ids[None, :]) & (group_ids >= 0)
 
@@ -278,7 +278,7 @@ def _make_group_mask(group_ids: Int[Array, " N"]) -> Bool[jax.Array, "N N"]:
 def _count_members(
     is_correct: Bool[Array, " N"], group_ids: Int[Array, " N"]
 ) -> tuple[Int[jax.Array, " N"], Int[jax.Array, " N"]]:
-    """Return the size of each trajectory's group and its correct count; 0 for negative ids."""
+    """Return the size and number correct of each trajectory's group; 0 for negative ids."""
     same = _make_group_mask(group_ids)
     return same.sum(axis=1), (same & is_correct).sum(axis=1)
 
@@ -286,10 +286,12 @@ def _count_members(
 def _pass_at_k(
     is_correct: Bool[Array, " N"], count: Int[Array, " N"], num_correct: Int[Array, " N"], k: int
 ) -> Float[jax.Array, " N"]:
-    """Compute `pass_at_k` from each group's size and correct count."""
+    """Compute `pass_at_k` from the size and number correct of each trajectory's group."""
     num_wrong = count - num_correct
 
-    def draw(i: jax.Array, shares: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def draw_member(
+        i: jax.Array, shares: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
         failed, passed = shares
         left = jnp.maximum(count - i, 1)
         passed = passed + failed * (num_correct / left)
@@ -299,7 +301,7 @@ def _pass_at_k(
     # `1 - F` is positive, so nothing cancels, and no binomial coefficient overflows. With fewer
     # than k wrong trajectories, as in every group smaller than k, F reaches zero and stays there.
     start = (jnp.ones(count.shape), jnp.zeros(count.shape))
-    failed, passed = jax.lax.fori_loop(0, k, draw, start)
+    failed, passed = jax.lax.fori_loop(0, k, draw_member, start)
     has_signal = (num_correct > 0) & (failed > 0)
     right = jnp.sqrt(failed / jnp.where(has_signal, passed, 1.0))
     wrong = -right * num_correct / jnp.maximum(num_wrong, 1)

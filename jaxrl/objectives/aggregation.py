@@ -16,8 +16,8 @@ def token_weights(
 ) -> list[Float[np.ndarray, " _"]]:
     """Compute the weight of every token in a mini-batch; the loss is `(weights * values).sum()`.
 
-    Tokens are counted over the complete mini-batch. The sums over micro-batches therefore add up to
-    the same loss, however the mini-batch is split, packed or sharded.
+    Tokens are counted over the complete mini-batch, so the loss is the same however the mini-batch
+    is split, packed or sharded.
 
     Args:
         loss_masks: Mask of each trajectory, True for tokens that are trained on.

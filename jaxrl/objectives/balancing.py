@@ -11,7 +11,7 @@ def karmarkar_karp(sizes: Sequence[int], num_parts: int, *, equal_size: bool) ->
 
     Karmarkar and Karp, "The differencing method of set partitioning" (1982). Each partial solution
     has `num_parts` bundles. Each step joins the two solutions with the largest spreads, until one
-    solution remains. Joining pairs the heaviest bundle of the first solution with the lightest
+    solution remains. A join merges the heaviest bundle of the first solution with the lightest
     bundle of the second, and so on. The result is deterministic and close to optimal.
 
     Args:
@@ -57,6 +57,7 @@ class _Solution:
         return self.bundles[0][0] - self.bundles[-1][0]
 
     def join(self, other: _Solution) -> _Solution:
+        """Merge the largest bundle of one solution with the smallest of the other, and so on."""
         pairs = zip(self.bundles, reversed(other.bundles), strict=True)
         return _Solution(
             [(a_sum + b_sum, a + b) for (a_sum, a), (b_sum, b) in pairs], len(self.bundles)

@@ -1,4 +1,4 @@
-"""Window entropies, a measure of the policy's uncertainty, and KL weights derived from them.
+"""Window entropies, which measure the policy's uncertainty, and KL weights based on them.
 
 ARES (https://arxiv.org/abs/2510.08457) lowers the KL penalty at tokens that begin an uncertain
 window.

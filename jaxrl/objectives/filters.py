@@ -27,7 +27,7 @@ def list_group_members(group_ids: Int[Array, " N"]) -> list[np.ndarray]:
 def keep_informative(
     metric: Real[Array, " N"] | Bool[Array, " N"], group_ids: Int[Array, " N"]
 ) -> Bool[np.ndarray, " N"]:
-    """Keep groups whose metric values are not all equal (dynamic sampling).
+    """Return a mask of the groups whose metric values are not all equal (dynamic sampling).
 
     DAPO section 3.2 (https://arxiv.org/abs/2503.14476). If all values of a group are equal, its
     advantages are zero. A group of size 1 is always kept, because there is no second value to
@@ -54,7 +54,7 @@ def keep_in_range(
     low: float,
     high: float,
 ) -> Bool[np.ndarray, " N"]:
-    """Keep groups with `low < mean metric < high` (online filtering).
+    """Return a mask of the groups with `low < mean metric < high` (online filtering).
 
     ARES (https://arxiv.org/abs/2510.08457) filters by accuracy. Its released code filters by total
     reward, which lets all-wrong groups pass.
@@ -77,8 +77,7 @@ def needs_resampling(
 ) -> Bool[np.ndarray, " N"]:
     """Return a mask of trajectories in groups without a correct answer or an abstention.
 
-    BAPO (https://arxiv.org/abs/2601.11037): if the complete group is sampled again, it may contain
-    a correct answer or an abstention.
+    BAPO (https://arxiv.org/abs/2601.11037) samples such groups again, completely.
 
     Args:
         scores: Correctness, at most 0 for a wrong answer, before any boundary-aware bonus.

@@ -75,7 +75,7 @@ def kl_estimate(
 
 
 def use_k2_gradient(estimator: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an estimator with the same value and the gradient of `k2`."""
+    """Return an estimator with the values of `estimator` and the gradient of `k2`."""
 
     def estimate(log_ratios: Float[Array, "R T"]) -> Float[Array, "R T"]:
         value, straight = estimator(log_ratios), k2(log_ratios)

@@ -55,8 +55,8 @@ def clipped_policy_loss(
         the loss. `ppo_kl`: `old_logprobs - logprobs` in nats, clipped to [-20, 20], which estimates
         KL(old || current).
     """
-    log_ratio = _log_ratio(logprobs, old_logprobs, loss_mask)
-    unclipped, clipped = _surrogates(log_ratio, advantages, clip_low, clip_high)
+    log_ratio = _compute_log_ratio(logprobs, old_logprobs, loss_mask)
+    unclipped, clipped = _compute_surrogates(log_ratio, advantages, clip_low, clip_high)
     loss = jnp.maximum(unclipped, clipped)
     limit = -dual_clip * advantages if dual_clip else jnp.inf
     is_dual = (advantages < 0) & (loss > limit)
@@ -107,14 +107,14 @@ def gspo_policy_loss(
     log_ratios = jax.lax.stop_gradient(masked_logprobs - jnp.where(loss_mask, old_logprobs, 0.0))
     counts = segment_sums(loss_mask.astype(jnp.float32), segment_ids)
     mean = segment_sums(log_ratios, segment_ids) / jnp.maximum(counts, 1.0)
-    # Clip last, so that a ratio beyond 20 nats has no gradient, as in `_log_ratio`.
+    # Clip last, so that a ratio beyond 20 nats has no gradient, as in `_compute_log_ratio`.
     log_ratio = jnp.clip(
         mean + (masked_logprobs - jax.lax.stop_gradient(masked_logprobs)), -20.0, 20.0
     )
-    unclipped, clipped = _surrogates(log_ratio, advantages, clip_low, clip_high)
+    unclipped, clipped = _compute_surrogates(log_ratio, advantages, clip_low, clip_high)
     metrics = {
         "pg_clipfrac": jnp.where(loss_mask & (clipped > unclipped), 1.0, 0.0),
-        "ppo_kl": -_log_ratio(logprobs, old_logprobs, loss_mask),
+        "ppo_kl": -_compute_log_ratio(logprobs, old_logprobs, loss_mask),
     }
     return PolicyLoss(jnp.where(loss_mask, jnp.maximum(unclipped, clipped), 0.0), metrics)
 
@@ -128,7 +128,7 @@ def cispo_policy_loss(
     clip_low: float,
     clip_high: float,
 ) -> PolicyLoss:
-    """Compute the per-token REINFORCE loss with a clipped importance weight; 0 outside `loss_mask`.
+    """Compute the per-token REINFORCE loss with clipped ratios as weights; 0 outside `loss_mask`.
 
     CISPO (https://arxiv.org/abs/2506.13585):
     `-stop_gradient(clip(ratio, 1 - clip_low, 1 + clip_high)) * advantage * logprob`. If the ratio
@@ -147,7 +147,7 @@ def cispo_policy_loss(
         The loss and two metrics. `pg_clipfrac`: 1 where the ratio is out of range, regardless of
         the advantage. `ppo_kl`: see `clipped_policy_loss`.
     """
-    log_ratio = _log_ratio(logprobs, old_logprobs, loss_mask)
+    log_ratio = _compute_log_ratio(logprobs, old_logprobs, loss_mask)
     ratio = jnp.exp(log_ratio)
     weight = jax.lax.stop_gradient(jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high))
     # Mask here too: otherwise a non-finite advantage at a masked token would reach the gradient.
@@ -167,7 +167,7 @@ def negative_log_likelihood(
     return -jnp.where(loss_mask, logprobs, 0.0)
 
 
-def _log_ratio(
+def _compute_log_ratio(
     logprobs: Float[Array, "R T"],
     old_logprobs: Float[Array, "R T"],
     loss_mask: Bool[Array, "R T"],
@@ -176,7 +176,7 @@ def _log_ratio(
     return jnp.clip(jnp.where(loss_mask, logprobs - old_logprobs, 0.0), -20.0, 20.0)
 
 
-def _surrogates(
+def _compute_surrogates(
     log_ratio: Float[Array, "R T"],
     advantages: Float[Array, "R T"],
     clip_low: float,

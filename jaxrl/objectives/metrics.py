@@ -83,5 +83,5 @@ REDUCTIONS = {
 
 
 def mean_or_nan(values: Sequence[float]) -> float:
-    """Return the mean, or NaN without a warning if there are no values."""
+    """Return the mean, or NaN if there are no values; unlike numpy, do not warn."""
     return float(np.mean(values)) if values else math.nan

@@ -53,14 +53,14 @@ def boundary_aware_rewards(
 ) -> tuple[Float[np.ndarray, " N"], list[str]]:
     """Reward abstentions, but only in groups without a positive score.
 
-    BAPO (https://arxiv.org/abs/2601.11037). In a group without a positive score, each well-formed
-    abstention gains `bonus`; in any other group its reward is 0. Two gates keep the policy from
+    BAPO (https://arxiv.org/abs/2601.11037). A well-formed abstention gains `bonus` in a group
+    without a positive score, and gets reward 0 in any other group. Two gates keep the policy from
     giving up too early:
 
     - Stage gate: in the early stage, if at least `max_rate` of the batch abstains, all scores are
       unchanged. The paper's code uses 0.05.
     - Sample gate: in the late stage, a group that still explores gets no bonus. A group of size n
-    explores if its members that do not abstain give at least n/2 distinct answers.
+      explores if its members that do not abstain give at least n/2 distinct answers.
 
     Args:
         scores: Correctness, at most 0 for a wrong answer, negative for a bad format.
@@ -133,9 +133,9 @@ def entropy_reward(
 ) -> Float[np.ndarray, " N"]:
     """Compute a reward for exploration that matches the difficulty of the task.
 
-    ARES (https://arxiv.org/abs/2510.08457). It is added to the accuracy reward. With `delta` the
-    count minus the bucket's target, `M = max(1, phi * max(target, 1))` and `C` the bucket's
-    coefficient times `kappa`:
+    ARES (https://arxiv.org/abs/2510.08457) adds it to the accuracy reward. Let `delta` be the count
+    minus the bucket's target, `M = max(1, phi * max(target, 1))`, and `C` the bucket's coefficient
+    times `kappa`:
 
     - easy, correct: a penalty on `delta` beyond `M`, first quadratic, then linear, at most `C`;
     - medium, correct: the same penalty on `|delta|` beyond `M`;
@@ -185,24 +185,24 @@ def _compute_entropy_reward(
     margin = max(1.0, params.margin * max(target, 1.0))
     size = alpha * params.scale
 
-    def gain(excess: float) -> float:
+    def compute_gain(excess: float) -> float:
         sigmoid = 1.0 / (1.0 + math.exp(-excess / params.temperature))
         return 2.0 * sigmoid - 1.0 if centered_gain else sigmoid
 
-    def penalty(excess: float) -> float:
+    def compute_penalty(excess: float) -> float:
         excess, knee = max(excess, 0.0), params.knee
         huber = excess**2 / (2 * knee) if excess <= knee else excess - knee / 2
         return huber / (margin + knee) * size
 
     if not is_correct:
-        return params.wrong * size * gain(max(delta - margin, 0.0))
+        return params.wrong * size * compute_gain(max(delta - margin, 0.0))
     if bucket == "easy":
-        return -min(size, penalty(delta - margin))
+        return -min(size, compute_penalty(delta - margin))
     if bucket == "medium":
-        return -min(size, penalty(abs(delta) - margin))
+        return -min(size, compute_penalty(abs(delta) - margin))
     if delta >= -margin:
-        return size * gain(delta + margin)
-    return -min(size, 0.5 * penalty(-delta - margin))
+        return size * compute_gain(delta + margin)
+    return -min(size, 0.5 * compute_penalty(-delta - margin))
 
 
 def relaxed_kl_factors(
@@ -215,7 +215,7 @@ def relaxed_kl_factors(
 ) -> Float[np.ndarray, " N"]:
     """Compute KL factors that are lower for wrong, exploratory answers to easy tasks.
 
-    ARES (https://arxiv.org/abs/2510.08457), whose released code never uses it.
+    From ARES (https://arxiv.org/abs/2510.08457). The released code never relaxes the KL term.
 
     Args:
         buckets: Difficulty of each trajectory's task.

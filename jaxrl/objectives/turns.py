@@ -1,4 +1,4 @@
-"""Turn-level advantages: returns from each turn onward, and estimators applied turn by turn."""
+"""Turn-level advantages: the return from each turn onward, estimated turn by turn."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,11 +21,11 @@ def compute_turn_returns(
 
     This is the reward-to-go of the policy gradient theorem with turns as steps, as in GTPO
     (https://arxiv.org/abs/2511.14846): a turn cannot change the rewards of earlier turns. After the
-    last turn, a row continues with `outcome_rewards`, which are not discounted. Sums use float64,
-    so that equal returns stay equal regardless of summation order.
+    last turn, the rest of a row is filled with `outcome_rewards`, which are not discounted. Sums
+    use float64, so that equal returns stay equal regardless of summation order.
 
     Args:
-        outcome_rewards: Trajectory-level reward, assigned to no turn, such as answer correctness.
+        outcome_rewards: Reward of each trajectory that belongs to no turn, such as correctness.
         turn_rewards: Reward of each turn, 0 for missing turns. It must depend only on that turn,
             its observation and earlier turns.
         discount: d, from 0 to 1. Below 1, the expected gradient differs from the gradient of the
