@@ -120,7 +120,7 @@ def _make_trials(
     make_paged_trial = partial(
         trials.make_paged_trial, *sizes, dtype, device, page_tokens=PAGE_TOKENS[name]
     )
-    block = attention_choice.prefill_block_tokens(device.platform, *sizes[:2])
+    block = attention_choice.choose_prefill_block_tokens(device.platform, *sizes[:2])
     return [make_paged_trial(num_queries=count) for count in (1, block)]
 
 

@@ -56,7 +56,7 @@ from jaxrl.runtime.preemption import Interrupted
 from jaxrl.runtime.resume import add_code_folders
 from jaxrl.runtime.watchdog import watchdog
 from jaxrl.sampling.interfaces import SamplingConfig, Seeds
-from jaxrl.sampling.next_token import FULL, TOP_P, select_kind
+from jaxrl.sampling.next_token import FULL, TOP_P, select_sampling_method
 from jaxrl.train import Learner
 from jaxrl.training.collect import FATAL_ERRORS
 from jaxrl.training.reference_kl import compute_logprobs
@@ -89,8 +89,8 @@ class Run:
         scores: Means of the last evaluation, such as `scores["reward"]`, `scores["exact_match"]`,
             `scores["exact_match/greedy"]` or `scores["two_hop/exact_match"]`.
         scores_before: Means of the first evaluation, if there are several.
-        best_checkpoint: Checkpoint with the highest `eval.best_metric`, or the latest one if none
-            was evaluated; None if there are no checkpoints.
+        best_checkpoint: Checkpoint with the highest `eval.best_metric`; the latest checkpoint if
+            none was evaluated; None if there are no checkpoints.
         report: HTML report of the run, if it exists.
     """
 
@@ -183,7 +183,7 @@ def train(
     accept_changes: bool = False,
     ignore_memory_plan: bool = False,
 ) -> Run:
-    """Run the configured stages in this process, resuming from the latest checkpoint if any.
+    """Run the configured stages in this process; resume from the latest checkpoint, if any.
 
     Args:
         config: `jaxrl.config.default_config()` with changes. It is copied.
@@ -200,7 +200,7 @@ def train(
         OutageError, AllEpisodesFailedError, BudgetSpentError, CollapseError, NotEnoughGroupsError,
             UserCodeError, UnreadableError, CheckpointError: See `jaxrl.run.run`.
     """
-    return _run(
+    return _build_and_run(
         config, Path(workdir), accept_changes=accept_changes, ignore_memory_plan=ignore_memory_plan
     )
 
@@ -221,7 +221,7 @@ def evaluate(config: ConfigDict, workdir: str | Path, *, step: int | None = None
     """
     config = config.copy_and_resolve_references()
     config.stages = ("evaluate",)
-    return _run(config, Path(workdir), step=step)
+    return _build_and_run(config, Path(workdir), step=step)
 
 
 def load_run(workdir: str | Path) -> Run:
@@ -253,7 +253,8 @@ def load_run(workdir: str | Path) -> Run:
     )
 
 
-def _run(config: ConfigDict, workdir: Path, **settings: Any) -> Run:
+def _build_and_run(config: ConfigDict, workdir: Path, **settings: Any) -> Run:
+    """Build the run, execute its stages, and return its results."""
     # A copy, because the memory plan sets micro-batch sizes in it.
     config = config.copy_and_resolve_references()
     add_code_folders(workdir)
@@ -408,7 +409,7 @@ class Trainer:
             raise
 
     def _warn_if_unsaved(self) -> None:
-        """Warn of unsaved steps at exit, when JAX can no longer save."""
+        """Warn about unsaved steps at exit, when JAX can no longer save them."""
         learner = self._learner
         if learner is not None and learner.run_state.progress != learner.run_state.saved:
             print(
@@ -432,7 +433,7 @@ class Trainer:
         """Finish the last step if it is unfinished; return the learner."""
         learner = self._open_learner
         if learner.run_state.progress.record is not None:
-            self._finish(learner.finish_step)
+            self._finish_or_roll_back(learner.finish_step)
         return self._open_learner
 
     def _check_groups(self, groups: Sequence[Group]) -> None:
@@ -531,7 +532,7 @@ class Trainer:
                 "finite temperature of at least 0, and top_p in (0, 1]."
             )
         kinds = select_sampling_kinds(self._config)
-        kind = select_kind(temperature, top_p)
+        kind = select_sampling_method(temperature, top_p)
         if kind not in kinds and not (kind == FULL and TOP_P in kinds):
             raise ValueError(
                 f"generate received temperature={temperature} and top_p={top_p}, which sample by "
@@ -683,7 +684,7 @@ class Trainer:
         Saves a checkpoint every `checkpoint.every_steps` steps.
         """
         with self._save_on_stop():
-            return _add_metric_aliases(self._finish(self._open_learner.finish_step))
+            return _add_metric_aliases(self._finish_or_roll_back(self._open_learner.finish_step))
 
     def step(self, tasks: Sequence[Task] | None = None) -> dict[str, Any]:
         """Run a complete step and return its record.
@@ -698,9 +699,9 @@ class Trainer:
             learner.run_state.check_budget()
             groups = learner.collect() if tasks is None else learner.rollout(tasks)
             learner.update(learner.compute_advantages(groups))
-            return _add_metric_aliases(self._finish(learner.finish_step))
+            return _add_metric_aliases(self._finish_or_roll_back(learner.finish_step))
 
-    def _finish(self, finish_step: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def _finish_or_roll_back(self, finish_step: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Finish a step; on a rollback, return to the earlier checkpoint (`watch.action`)."""
         assert self._run_state is not None
         record = dict(self._run_state.progress.record or {})
@@ -805,6 +806,7 @@ SHORT_NAMES = {
 
 
 def _add_metric_aliases(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Return the metrics, with the most important also under `SHORT_NAMES`."""
     short = {
         name: next((metrics[full] for full in names if full in metrics), None)
         for name, names in SHORT_NAMES.items()
@@ -837,7 +839,7 @@ def _join_job(
 
 @contextlib.contextmanager
 def _stop_on_interrupt() -> Iterator[Callable[[], bool]]:
-    """Turn the first interrupt into a stop request. A second interrupt takes effect immediately."""
+    """Turn the first interrupt into a stop request; a second interrupt stops immediately."""
     stop_requested = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop_requested.is_set  # Python delivers signals to the main thread only

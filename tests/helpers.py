@@ -328,7 +328,7 @@ def gradient_of(model, token_loss, *, temperature=1.0, entropy_gradient=False):
         capacities = compute_logit_capacities(packed, num_shards, model.num_pieces)
         for index, capacity in enumerate(capacities):
             sums = add(params, sums, batch, index, index + 1, capacity)
-        return sums.gradients, sums.finish_metrics(model.architecture.statistics)
+        return sums.gradients, sums.finish_metrics(model.architecture.statistics_reader)
 
     return compute
 

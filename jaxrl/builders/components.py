@@ -65,7 +65,7 @@ from jaxrl.sampling.demonstrations import read_demonstrations
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.episodes import BaseRollout, ReplySchedule, TokenLimits
 from jaxrl.sampling.interfaces import PROCESSOR, ExternalModel, ImageProcessor
-from jaxrl.sampling.next_token import FULL, GREEDY, TOP_P, select_kind
+from jaxrl.sampling.next_token import FULL, GREEDY, TOP_P, select_sampling_method
 from jaxrl.sampling.rollout import Rollout
 from jaxrl.sampling.shared_rollout import SharedRollout
 from jaxrl.sampling.stop_strings import StopAutomaton, join_automata
@@ -124,7 +124,7 @@ def build(
     )
     policy = build_policy_architecture(c, architecture) if external is None else architecture
     if policy.wrapper is not None:
-        policy.wrapper.check()
+        policy.wrapper.check_files_and_settings()
     processor = build_image_processor(c, tokenizer, architecture)
     if c.has_contexts and architecture.tower is not None:
         raise ValueError(
@@ -391,7 +391,7 @@ def read_model_and_tokenizer(
     if is_local:
         check_even_split(mesh, model)
         for key, supported in (
-            ("balance_coef", model.statistics),
+            ("balance_coef", model.statistics_reader),
             ("replay", model.recorded_specs),
             ("freeze_tower", model.tower),
         ):
@@ -673,12 +673,12 @@ def select_sampling_kinds(c: ResolvedConfig) -> list[str]:
     rollout, evaluation = c.rollout, c.eval
     kinds = []
     if "train" in c.stages:
-        kinds.append(select_kind(rollout.temperature, rollout.top_p))
+        kinds.append(select_sampling_method(rollout.temperature, rollout.top_p))
     suites = c.suites
     if "greedy" in suites or not c.stages:
         kinds.append(GREEDY)
     if suites - {"greedy"} or not c.stages:
-        kinds.append(select_kind(evaluation.temperature, evaluation.top_p))
+        kinds.append(select_sampling_method(evaluation.temperature, evaluation.top_p))
     if TOP_P in kinds and kinds[0] != FULL:
         kinds = [kind for kind in kinds if kind != FULL]  # full sampling is top-p with p = 1
     return list(dict.fromkeys(kinds)) or [FULL]

@@ -95,7 +95,7 @@ class Architecture(ABC):
     def program_key(self) -> Hashable:
         """Return a cache key: architectures with equal keys share compiled programs.
 
-        None disables sharing, because a user's class may have been edited and reloaded.
+        User classes return None, which disables sharing: they may have been edited and reloaded.
         """
         return None if is_user_code(type(self)) else self
 
@@ -115,7 +115,7 @@ class Architecture(ABC):
 
     @property
     def recorded_specs(self) -> Mapping[str, TokenArraySpec]:
-        """Return specs of per-token arrays that a forward pass records and another can replay."""
+        """Return the specs of per-token arrays that one pass records and another can replay."""
         return {}
 
     def with_kernels(
@@ -176,18 +176,18 @@ class Architecture(ABC):
         return ()
 
     @property
-    def statistics(self) -> Statistics | None:
-        """Return the object that interprets `AuxArrays.statistics`, or None."""
+    def statistics_reader(self) -> Statistics | None:
+        """Return the object that turns `AuxArrays.statistics` into metrics and a loss, or None."""
         return None
 
     @property
     def partial_stacks(self) -> Stacks:
-        """Return the layer indices of each module in `blocks` that only some layers have."""
+        """Return the layer indices of each module of `blocks` that only some layers have."""
         return {}
 
     @property
     def state_specs(self) -> StateSpecs:
-        """Return the state of one sequence in a recurrent layer; {} if there are no such layers."""
+        """Return specs of one sequence's state in a recurrent layer; {} without such layers."""
         return {}
 
     @property
@@ -253,11 +253,11 @@ class Architecture(ABC):
         return {canonical: prefix for prefix, canonical in self.hf_prefix_map().items()}
 
     def hf_tied_names(self) -> dict[str, str]:
-        """Map redundant HF tensors, which some folders contain, to their originals."""
+        """Map names of redundant HF tensors, found in some folders, to names of the originals."""
         return {}
 
     def hf_fused_tensors(self) -> dict[str, FusedTensor]:
-        """Return the fused HF tensors that replace several of `hf_names` in some folders."""
+        """Return the fused HF tensors that some folders store instead of those in `hf_names`."""
         return {}
 
     @abstractmethod
@@ -283,10 +283,10 @@ class Architecture(ABC):
     ) -> Float[Array, "R T D"]:
         """Compute the final hidden states of packed rows.
 
-        With attachments, `layer_scan.aux.inputs` holds the arrays of `Tower.input_arrays`, whose
-        positions replace `positions`, and `layer_scan.aux.attached` the arguments `patches` and
-        `coords` of `Tower.encode`. A recurrent layer calls `layer_scan.run_recurrence` instead of
-        `attend`.
+        With attachments, `layer_scan.aux.inputs` holds the arrays of `Tower.input_arrays`; their
+        positions replace `positions`. `layer_scan.aux.attached` then holds the arguments `patches`
+        and `coords` of `Tower.encode`. A recurrent layer calls `layer_scan.run_recurrence` instead
+        of `attend`.
 
         Args:
             params: Parameters, or their `weights_for_training`.
@@ -313,9 +313,9 @@ class Architecture(ABC):
     ) -> Float[Array, "M D"]:
         """Compute the final hidden states of M tokens, from one or more rows, in the sampler.
 
-        With a tower, `layer_scan.aux.inputs` may hold the arrays of `Tower.input_arrays`, whose
-        positions replace `positions`, and `layer_scan.aux.attached` the result of `Tower.encode`,
-        `[S, U, E]` for S shards.
+        With a tower, `layer_scan.aux.inputs` may hold the arrays of `Tower.input_arrays`; their
+        positions then replace `positions`. `layer_scan.aux.attached` then holds the result of
+        `Tower.encode`, `[S, U, E]` for S shards.
 
         Args:
             weights: Result of `weights_for_decoding`.
@@ -340,6 +340,6 @@ class Architecture(ABC):
         return 0
 
 
-def is_axis_names(node: Any) -> bool:
+def is_axes_leaf(node: Any) -> bool:
     """Return True if `node` has the axis names of one array, False if it is a tuple of layers."""
     return isinstance(node, tuple) and not any(isinstance(part, dict) for part in node)

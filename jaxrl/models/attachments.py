@@ -71,7 +71,7 @@ class Tower(ABC):
         }
 
     def is_placeholder(self, token_ids: Any) -> Any:
-        """Return True for each token of an attachment: bool, like `token_ids`."""
+        """Return a bool mask of the placeholder tokens of attachments, shaped like `token_ids`."""
         return (token_ids == self.token_id) | (token_ids == self.video_id)
 
     @property
@@ -109,7 +109,7 @@ class Tower(ABC):
     def find_token_runs(
         self, token_ids: np.ndarray, attachments: Sequence[Any]
     ) -> list[np.ndarray]:
-        """Find the token indices of each attachment; see `compute_positions` for errors."""
+        """Return the token indices of each attachment; see `compute_positions` for errors."""
 
     @abstractmethod
     def compute_positions(
@@ -129,7 +129,7 @@ class Tower(ABC):
     def compute_token_arrays(
         self, token_ids: np.ndarray, attachments: Sequence[Any], *, start: int = 0
     ) -> dict[str, np.ndarray]:
-        """Compute the arrays of `input_arrays`, `[L, ...]` each, except the units."""
+        """Compute the arrays in `input_arrays` except the units, each of shape `[L, ...]`."""
         return {POSITIONS: self.compute_positions(token_ids, attachments, start=start)}
 
     @abstractmethod

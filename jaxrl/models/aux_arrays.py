@@ -3,7 +3,7 @@
 An architecture declares its per-token arrays. Arrays in `Architecture.recorded_specs` are outputs:
 the sampler stores them, trajectories carry them, packing aligns them with the token ids, and
 training reads them. Only the architecture interprets the values of recorded arrays. Arrays in
-`Tower.input_arrays` are inputs, which the engine and packing compute from text and its attachments.
+`Tower.input_arrays` are inputs: the engine and packing compute them from text and its attachments.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class AuxArrays:
             statistics.
         records: True to output the arrays of `Architecture.recorded_specs`.
         recorded: Output arrays `[M, ...]` by name.
-        statistics: Output tree of sums over tokens, or None; see `Architecture.statistics`.
+        statistics: Output tree of sums over tokens, or None; see `Statistics`.
     """
 
     inputs: Mapping[str, jax.Array] = field(default_factory=dict)

@@ -61,7 +61,7 @@ def canonicalize_activation(name: Any) -> Any:
 
 
 def _get_rope_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the RoPE settings, read from the field names of transformers 5 or earlier versions."""
+    """Return the RoPE settings, stored under the names of transformers 5 or of older versions."""
     rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     rope_type = str(rope.get("rope_type", rope.get("type", "default")))
     return {"rope_theta": fields.get("rope_theta"), **rope, "rope_type": rope_type}
@@ -287,7 +287,7 @@ def linear(layer: Params, x: Float[Array, "M I"]) -> Float[Array, "M O"]:
 
 @jax.custom_vjp
 def embedding_lookup(table: jax.Array, master: jax.Array, ids: jax.Array) -> jax.Array:
-    """Look up rows of a table. The gradient goes to `master`, and is summed in its dtype."""
+    """Look up rows of a table. The gradient goes to `master`, summed in the dtype of `master`."""
     return table[ids]
 
 
@@ -453,15 +453,15 @@ class Decoder(Architecture):
 
     @abstractmethod
     def feed_forward_axes(self) -> dict[str, Any]:
-        """Return the `logical_axes` of `declare_feed_forward`'s parameters."""
+        """Return the logical axes of the parameters that `declare_feed_forward` declares."""
 
     def mixer_hf_names(self) -> dict[str, str]:
-        """Return the `hf_names` of `declare_mixers`' parameters other than attention's."""
+        """Return the HF names of the non-attention parameters that `declare_mixers` declares."""
         return {}
 
     @abstractmethod
     def feed_forward_hf_names(self) -> dict[str, str]:
-        """Return the `hf_names` of `declare_feed_forward`'s parameters."""
+        """Return the HF names of the parameters that `declare_feed_forward` declares."""
 
     @property
     def output_module(self) -> str:
@@ -473,7 +473,7 @@ class Decoder(Architecture):
         return replace(self, head_dtype=dtype)
 
     def common_hf_fields(self) -> dict[str, Any]:
-        """Invert `parse_common_fields`, and add the constant fields that all families share."""
+        """Return the `config.json` fields of all families; inverts `parse_common_fields`."""
         rope = {"rope_type": "default"}
         if self.rope_scaling is not None:
             rope = {"rope_type": self.rope_scaling.rope_type, **self.rope_scaling.hf_fields()}
@@ -501,7 +501,7 @@ class Decoder(Architecture):
         return jax.tree.map(lambda leaf: leaf, _cached_abstract_params(self))
 
     def logical_axes(self) -> dict[str, Any]:
-        """Return the axis names, which are resolved by `sharding.LOGICAL_AXIS_RULES`."""
+        """Return the axis names of each parameter; `sharding.LOGICAL_AXIS_RULES` resolves them."""
         axes = {
             "embed": {"embedding": ("vocab", "width")},
             "blocks": {
@@ -515,7 +515,7 @@ class Decoder(Architecture):
         return axes if self.tie_embeddings else {**axes, **OUTPUT_AXES}
 
     def mixer_axes(self) -> dict[str, Any]:
-        """Return the `logical_axes` of `declare_mixers`' parameters."""
+        """Return the logical axes of the parameters that `declare_mixers` declares."""
         attention = {
             "q": linear_axes("width", "heads", self.qkv_bias),
             "k": linear_axes("width", "heads", self.qkv_bias),
@@ -578,12 +578,13 @@ class Decoder(Architecture):
         return linear(weights["o"], attended)
 
     def weights_for_training(self, params: Params, dtype: DTypeLike) -> Params:
-        """Cast the weights, except for biases, whose gradients are summed over tokens in float32.
+        """Cast all weights except biases to `dtype`.
 
-        Biases stay float32 and are cast where they are added. The embedding and the output layer
-        also get `master`, a float32 table of the same shape that receives their gradient. Its
-        values are used only if `head_dtype` is set. Other kernels get their gradient from one
-        matmul, which accumulates in float32 and rounds once.
+        Biases stay float32 and are cast where they are added, so that their gradients are summed
+        over tokens in float32. The embedding and the output layer also get `master`, a float32
+        table of the same shape that receives their gradient. The values of `master` are used only
+        if `head_dtype` is set. Other kernels get their gradient from one matmul, which accumulates
+        in float32 and rounds once.
         """
         weights = jax.tree_util.tree_map_with_path(
             lambda path, leaf: leaf if path[-1].key == "bias" else leaf.astype(dtype), params
@@ -641,7 +642,7 @@ class Decoder(Architecture):
         """Compute the final hidden states from embeddings, adding DeepStack features."""
         angles, aux = compute_rope_angles(positions, self), layer_scan.aux
 
-        def layer(carry: Carry, weights: Params) -> Carry:
+        def apply_layer(carry: Carry, weights: Params) -> Carry:
             state, layer_index = carry
             is_recurrent = self.recurrent_module in weights
             mixer: Any = layer_scan.run_recurrence if is_recurrent else attend
@@ -650,7 +651,7 @@ class Decoder(Architecture):
             return (x, extra_state), layer_index
 
         carry = (x, self.init_extra_state(aux, len(x))), init_layer_index(features)
-        (x, extra_state), _ = layer_scan(layer, carry, params["blocks"], self.partial_stacks)
+        (x, extra_state), _ = layer_scan(apply_layer, carry, params["blocks"], self.partial_stacks)
         self.store_extra_state(aux, extra_state)
         return self.norm(x, params["norm"]["scale"])
 
@@ -699,14 +700,14 @@ class Decoder(Architecture):
     ) -> Float[Array, "M D"]:
         angles, aux = compute_rope_angles(positions, self), layer_scan.aux
 
-        def layer(carry: Carry, weights: Params, mixer: Mixer) -> Carry:
+        def apply_layer(carry: Carry, weights: Params, mixer: Mixer) -> Carry:
             state, layer_index = carry
             x, extra_state = self._block(weights, state, angles, mixer, aux)
             x, layer_index = add_deepstack(x, layer_index, features)
             return (x, extra_state), layer_index
 
         carry = (x, self.init_extra_state(aux, len(x))), init_layer_index(features)
-        (x, extra_state), _ = layer_scan(layer, carry, weights["blocks"])
+        (x, extra_state), _ = layer_scan(apply_layer, carry, weights["blocks"])
         self.store_extra_state(aux, extra_state)
         return self.norm(x, weights["norm"]["scale"])
 
@@ -734,5 +735,5 @@ class Decoder(Architecture):
         return tuple(f"blocks/{name.removesuffix('/kernel')}" for name in kernels)
 
     def hf_tied_names(self) -> dict[str, str]:
-        """Map the output layer of a tied model, which older exports contain, to the embedding."""
+        """Map the output layer to the embedding if they are tied; older exports contain both."""
         return {"lm_head.weight": self.hf_names()["embed/embedding"]} if self.tie_embeddings else {}

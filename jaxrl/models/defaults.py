@@ -28,7 +28,7 @@ def fill_hf_defaults(
 
     Sizes that every model sets (`SIZE_FIELDS`) get no default. The RoPE base is returned as
     `rope_theta` unless the RoPE settings in `fields` contain it. A null `num_key_value_heads` stays
-    null: it means one per query head.
+    null, which means one KV head per query head.
 
     Args:
         fields: Fields of a `config.json`, or of one section of it.

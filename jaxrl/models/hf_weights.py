@@ -136,7 +136,7 @@ class HasWeights(Protocol):
 
 
 def locate_hf_tensors(config: HasWeights) -> dict[str, TensorLocation]:
-    """Return the location of each of the model's HF tensors, by HF name."""
+    """Return the location of each HF tensor of the model, keyed by HF name."""
     leaves = flatten_dict(config.abstract_params(), sep="/")
     locations = {}
     for param, name in config.hf_names().items():
@@ -265,10 +265,10 @@ def open_hf(
     return config, open_canonical_tensors(config, Path(path), log)
 
 
-def open_and_validate(
+def open_validated_tensors(
     folder: Path, config: Architecture, log: LogCallback = lambda _: None
 ) -> dict[str, StoredTensor]:
-    """Open and validate all tensors, by their names in the files. Fused tensors are split."""
+    """Open and validate all tensors; return them keyed by stored name, with fused tensors split."""
     stored = open_tensors(folder)
     for name, fused in _find_fused_tensors(config, stored).items():
         fused_tensor = stored.pop(name)
@@ -296,14 +296,14 @@ BUFFERS = re.compile(r"(^|\.)(rotary_(pos_)?emb\.\w+|position_ids|masked_bias)$"
 
 
 def _find_fused_tensors(config: Architecture, stored: Iterable[str]) -> dict[str, FusedTensor]:
-    """Return the fused tensors among stored names; their parts have the names in `hf_names`."""
+    """Return the stored tensors that fuse several of the tensors in `hf_names`, by stored name."""
     fused = config.hf_fused_tensors()
     canonical = {name: canonicalize_name(config, name) for name in stored} if fused else {}
     return {name: fused[original] for name, original in canonical.items() if original in fused}
 
 
 def _find_copied_tensors(config: Architecture, stored: Iterable[str]) -> set[str]:
-    """Return the names of tensors that the model does not use and an export copies."""
+    """Return the names of unused tensors that an export copies."""
     return {name for name in stored if name.startswith(config.hf_copied_prefixes())}
 
 
@@ -327,11 +327,11 @@ def _find_unused_tensors(config: Architecture, stored: Iterable[str]) -> set[str
 def open_canonical_tensors(
     config: Architecture, folder: Path, log: LogCallback = lambda _: None
 ) -> dict[str, StoredTensor]:
-    """Open and validate the tensors in an HF folder; return them by their names in `hf_names`.
+    """Open and validate the tensors in an HF folder; return them keyed by name in `hf_names`.
 
     Raises the same errors as `load_hf`.
     """
-    stored = open_and_validate(folder, config, log)
+    stored = open_validated_tensors(folder, config, log)
     return {canonicalize_name(config, name): tensor for name, tensor in stored.items()}
 
 
@@ -344,7 +344,7 @@ def canonicalize_name(config: Architecture, name: str) -> str:
 
 
 def open_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Open all tensors in an HF folder by name, reading only the headers of its files.
+    """Open all tensors in an HF folder, keyed by name; read only the headers of its files.
 
     Raises:
         FileNotFoundError: The folder has no weights, or a file named by the index is missing.
@@ -400,7 +400,7 @@ def _check_tensors(stored: Mapping[str, StoredTensor], config: Architecture, fol
     locations, copies = locate_hf_tensors(config), config.hf_tied_names()
     for name, location in locations.items():
         if name not in stored:
-            raise missing_tensor_error(folder, name, location, stored)
+            raise make_missing_tensor_error(folder, name, location, stored)
     for name, tensor in stored.items():
         if name in copies:
             # A stored output layer of tied embeddings must equal the embedding.
@@ -424,7 +424,7 @@ def _check_tensors(stored: Mapping[str, StoredTensor], config: Architecture, fol
             )
 
 
-def missing_tensor_error(
+def make_missing_tensor_error(
     folder: Path, name: str, location: TensorLocation, stored: Mapping[str, StoredTensor]
 ) -> ValueError:
     """Build the error for a folder that lacks a tensor required by its config.json."""
@@ -461,8 +461,8 @@ def save_hf(
         config: Architecture of the parameters.
         path: Folder to write.
         source: HF folder from which training started. Its config, tokenizer and generation settings
-            are copied byte for byte, and tensors are stored in the source's dtypes, fused if the
-            source's are. None writes a new config.json and float32 tensors.
+            are copied byte for byte. Tensors are stored in its dtypes, and fused where its tensors
+            are. None writes a new config.json and float32 tensors.
         max_shard_size: Maximum bytes of tensors per file, except for a single larger tensor.
 
     Raises:
@@ -579,7 +579,7 @@ def write_tensors(
 def _locate_exported_tensors(
     config: Architecture, names: Iterable[str]
 ) -> dict[str, TensorLocation]:
-    """Map the source's tensor names to locations; tied copies come after names in `hf_names`."""
+    """Map the source's tensor names to locations, with tied copies last."""
     canonical, copies = locate_hf_tensors(config), config.hf_tied_names()
     source_names = {canonicalize_name(config, name): name for name in names}
     locations = {source_names[name]: location for name, location in canonical.items()}
@@ -609,7 +609,7 @@ def _check_source(config: Architecture, source: Path, path: Path) -> None:
 
 def read_tensor_dtypes(source: Path, config: Architecture) -> dict[str, str]:
     """Return the dtype of each tensor in an HF folder of the model."""
-    return {name: tensor.dtype for name, tensor in open_and_validate(source, config).items()}
+    return {name: tensor.dtype for name, tensor in open_validated_tensors(source, config).items()}
 
 
 def gather_to_host(array: jax.Array) -> np.ndarray:
@@ -641,7 +641,7 @@ def write_json(file: Path, content: dict[str, Any]) -> None:
 
 
 def copy_non_weight_files(source: Path, folder: Path) -> None:
-    """Copy the files other than weights that match `SIDE_FILES`."""
+    """Copy the files that match `SIDE_FILES`: config, tokenizer and other non-weight files."""
     for pattern in SIDE_FILES:
         for file in sorted(source.glob(pattern)):
             if file.is_file():

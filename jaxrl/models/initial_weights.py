@@ -10,7 +10,7 @@ from jaxrl.types import Params
 def load_frozen_params(
     model: Model, folder: str, architecture: str, progress: ProgressCallback
 ) -> Params:
-    """Load the frozen weights onto the mesh: float32 modules, or the base of an adapter.
+    """Load the frozen weights onto the mesh: frozen modules in float32, or an adapter's base.
 
     See `load_hf` for the arguments. The folder must already be validated.
     """

@@ -1,9 +1,9 @@
 """Selection of kernels that pass a numerical self-test.
 
 A kernel may fail or return wrong results on a different chip or with a different compiler release.
-Each operation has a list of candidate kernels, with XLA last, and a trial: small random arrays with
-the run's heads, pages and dtype. The run uses the first candidate that passes. The kernels and
-their comparison with XLA are extras.
+Each operation has a list of candidate kernels, with XLA last, and self-tests (`Trial`) on small
+random arrays with the run's head sizes, page size and dtype. The run uses the first candidate that
+passes. The kernels and their comparison with XLA are extras.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Trial:
         arrays: Arguments on the host; float32 arrays are rounded to the run's dtype.
         reference: Implementation of the operation in XLA.
         dtype: Dtype of the run.
-        device: Device that runs the trial.
+        device: Device that runs the self-test.
     """
 
     operation: str
@@ -59,7 +59,7 @@ def supports_dtype(kernel: str, dtype: DTypeLike | None) -> bool:
 
 
 def explain_excluded_kernels(kernels: Iterable[str], dtype: DTypeLike | None) -> str:
-    """Return a clause for the log with the kernels skipped because of `dtype`, or ""."""
+    """Return a clause for the log that lists the kernels skipped for `dtype`, or ""."""
     names = [name for name in kernels if not supports_dtype(name, dtype)]
     return f" and {' and '.join(names)} is for bfloat16" if names else ""
 
@@ -91,12 +91,12 @@ def select_kernel(
     A kernel must pass on every process to be selected.
 
     Args:
-        make_trials: Function that returns the trials for a kernel name. A kernel without trials is
-            selected untested.
+        make_trials: Function that returns the self-tests of a kernel, given its name. A kernel
+            without self-tests is selected untested.
         candidates: Import function of each candidate kernel by name, in order of preference.
         reference: Implementation of the operation in XLA, returned if no kernel passes.
-        config_key: Config key with which the user requested the kernel, which then must pass; ""
-            for automatic selection.
+        config_key: Config key that requests one kernel, which must then pass; "" for automatic
+            selection.
 
     Raises:
         ValueError: The requested kernel does not pass.

@@ -84,7 +84,7 @@ def write_tokens(
 def read_pages(
     pages: Float[Array, "P K page H"], sources: Int[Array, " n"]
 ) -> Float[Array, "n K page H"]:
-    """Gather the pages at `sources`."""
+    """Return a copy of the pages at `sources`."""
     return pages.at[sources].get(mode="clip")
 
 

@@ -110,7 +110,7 @@ class LayerScan:
             stacks: Modules that only some layers have. Their leading axis covers only these layers.
         """
         layer = self._with_remat(layer)
-        for run in _slice_runs(_find_runs(blocks, stacks), blocks) if stacks else [blocks]:
+        for run in _slice_runs(_find_layer_runs(blocks, stacks), blocks) if stacks else [blocks]:
             if self.scan:
                 x = jax.lax.scan(lambda x, block: (layer(x, block), None), x, run)[0]
                 continue
@@ -178,7 +178,9 @@ class SamplerLayerScan:
     def __call__(self, layer: Callable[[Any, Params, Mixer], Any], x: Any, blocks: Any) -> Any:
         """Compute the activations, or a tree that contains them, after all layers."""
 
-        def block(x: Any, cache: Any, past: Any, weights: Params, index: Any) -> tuple[Any, Any]:
+        def run_block(
+            x: Any, cache: Any, past: Any, weights: Params, index: Any
+        ) -> tuple[Any, Any]:
             def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
                 nonlocal cache
                 out, cache = self.attend(index, cache, past, q, k, v)
@@ -186,7 +188,7 @@ class SamplerLayerScan:
 
             return layer(x, weights, attend), cache
 
-        def recurrent_block(x: Any, state: Any, weights: Params) -> tuple[Any, Any]:
+        def run_recurrent_block(x: Any, state: Any, weights: Params) -> tuple[Any, Any]:
             def run_recurrence(advance: Advance, inputs: Any) -> jax.Array:
                 nonlocal state
                 assert self.run_recurrence is not None
@@ -199,8 +201,8 @@ class SamplerLayerScan:
 
         if isinstance(blocks, tuple):
             # Under jit, the function is traced once for all layers of one kind.
-            jitted, caches = jax.jit(block), list(self.cache)
-            jitted_recurrent = jax.jit(recurrent_block)
+            jitted, caches = jax.jit(run_block), list(self.cache)
+            jitted_recurrent = jax.jit(run_recurrent_block)
             states: list[Any] = []
             for layer_index, weights in enumerate(blocks):
                 if self.recurrent_module in weights:
@@ -214,7 +216,7 @@ class SamplerLayerScan:
             return x
         count = len(jax.tree.leaves(blocks)[0])
         (x, cache), _ = jax.lax.scan(
-            lambda carry, indexed: (block(*carry, past[0], *indexed), None),
+            lambda carry, indexed: (run_block(*carry, past[0], *indexed), None),
             (x, self.cache[0]),
             (blocks, jnp.arange(count)),
         )
@@ -239,7 +241,7 @@ def prepare_sampler_weights(weights: Params, *, scan: bool, stacks: Stacks | Non
     if scan and not stacks:
         return weights
     blocks = weights["blocks"]
-    runs = _slice_runs(_find_runs(blocks, stacks), blocks) if stacks else [blocks]
+    runs = _slice_runs(_find_layer_runs(blocks, stacks), blocks) if stacks else [blocks]
     return {**weights, "blocks": tuple(block for run in runs for block in _unstack(run))}
 
 
@@ -247,7 +249,8 @@ LayerRun = tuple[tuple[str, int, int], ...]
 """Run of layers with the same modules: name, and first and end index in the module's stack."""
 
 
-def _find_runs(blocks: Params, stacks: Stacks) -> tuple[LayerRun, ...]:
+def _find_layer_runs(blocks: Params, stacks: Stacks) -> tuple[LayerRun, ...]:
+    """Return the runs of consecutive layers that have the same modules."""
     common = next(blocks[name] for name in blocks if name not in stacks)
     count = len(jax.tree.leaves(common)[0])
 

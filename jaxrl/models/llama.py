@@ -22,7 +22,7 @@ from jaxrl.utils.json_io import drop_nulls
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig(QwenConfig):
-    """Config of a dense Llama or Mistral model, which has no query or key norms."""
+    """Config of a dense Llama or Mistral model, without query and key norms."""
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> LlamaConfig:

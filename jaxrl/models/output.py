@@ -100,15 +100,16 @@ def scatter_tokens(x: jax.Array, slots: TokenSlots) -> jax.Array:
 
 
 def split_evenly(num_tokens: int, max_tokens: int) -> tuple[int, int]:
-    """Return the number of chunks of at most `max_tokens`, and the tokens per chunk."""
+    """Return the number of chunks of at most `max_tokens`, and the number of tokens per chunk."""
     count = -(-num_tokens // max_tokens)
     return count, -(-num_tokens // count)
 
 
 def choose_block_tokens(platform: str, num_ids: int) -> int:
-    """Return the tokens per block.
+    """Return the number of tokens per block.
 
-    On a CPU, which stores intermediates, a block's logits take 2 MB.
+    On a CPU, where the logits of a block are stored in memory, the number keeps them at 2 MB. Other
+    devices process each chunk as one block.
     """
     return max(2**19 // num_ids, 1) if platform == "cpu" else sys.maxsize
 
@@ -131,13 +132,16 @@ def _compute_stats(logits: jax.Array, targets: jax.Array) -> _TokenStats:
     weights = jnp.exp(centered)
     total = weights.sum(axis=-1)
     # A one-hot sum, unlike a gather, can be split over a sharded vocabulary.
-    logprobs = jnp.where(_is_target(logits, targets), centered, 0.0).sum(axis=-1) - jnp.log(total)
+    logprobs = jnp.where(_make_target_mask(logits, targets), centered, 0.0).sum(axis=-1) - jnp.log(
+        total
+    )
     products = jnp.where(weights > 0, weights * centered, 0.0)
     entropies = jnp.log(total) - products.sum(axis=-1) / total
     return _TokenStats(logprobs, entropies, jnp.log(total) + highest[..., 0])
 
 
-def _is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:
+def _make_target_mask(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Return a mask `[..., V]` of the target of each token."""
     return jnp.arange(logits.shape[-1]) == targets[..., None]
 
 
@@ -145,8 +149,8 @@ def _is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:
 class OutputLayer:
     """Output layer, computed chunk by chunk.
 
-    The backward pass recomputes logits, unless there is only one chunk. Each batch shard sums the
-    chunks' gradients of a table in float32; the shards are summed at the end.
+    The backward pass recomputes logits, unless there is only one chunk. Each batch shard sums a
+    table's gradient over chunks in float32; the sums of the shards are added at the end.
 
     Attributes:
         unembed: Function that computes the logits.
@@ -196,7 +200,7 @@ class OutputLayer:
         num_tokens = jax.tree.leaves(out)[0].shape[1]
         count, width = split_evenly(num_tokens, self.block_tokens)
 
-        def block(index: jax.Array, out: Any) -> Any:
+        def replace_block(index: jax.Array, out: Any) -> Any:
             slice_block = partial(jax.lax.dynamic_slice_in_dim, slice_size=width, axis=1)
             new = compute(*jax.tree.map(lambda x: slice_block(x, index * width), (out, *inputs)))
             write_block = partial(
@@ -204,7 +208,7 @@ class OutputLayer:
             )
             return jax.tree.map(write_block, out, new)
 
-        return jax.lax.fori_loop(0, count, block, out)
+        return jax.lax.fori_loop(0, count, replace_block, out)
 
     def constrain_to_shards(self, x: jax.Array) -> jax.Array:
         """Constrain the leading axis to be sharded; leave the other axes unconstrained."""
@@ -217,10 +221,10 @@ class OutputLayer:
 def _logprobs_and_entropies(
     layer: OutputLayer, tables: Any, hidden: jax.Array, targets: jax.Array, temperature: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    return _forward(layer, tables, hidden, targets, temperature)[0]
+    return _logprobs_and_entropies_forward(layer, tables, hidden, targets, temperature)[0]
 
 
-def _forward(
+def _logprobs_and_entropies_forward(
     layer: OutputLayer, tables: Any, hidden: jax.Array, targets: jax.Array, temperature: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
     saves_products = hidden.shape[1] <= layer.chunk_tokens
@@ -239,18 +243,18 @@ def _forward(
     return (logprobs, entropies), (tables, hidden, targets, temperature, stats, products)
 
 
-def _backward(
+def _logprobs_and_entropies_backward(
     layer: OutputLayer, saved: tuple[Any, ...], gradients: tuple[jax.Array, jax.Array]
 ) -> tuple[Any, jax.Array, None, None]:
     tables, hidden, targets, temperature, stats, products = saved
     trained = tables if layer.trains_tables else {}
 
     # One vjp per shard keeps the shards' table gradients separate.
-    def shard_vjp(hidden: jax.Array, dproducts: jax.Array) -> tuple[Any, jax.Array]:
+    def compute_shard_vjp(hidden: jax.Array, dproducts: jax.Array) -> tuple[Any, jax.Array]:
         compute_logits = lambda trained, hidden: layer.unembed(trained or tables, hidden)  # noqa: E731
         return jax.vjp(compute_logits, trained, hidden)[1](dproducts)
 
-    def block_gradient(
+    def compute_block_gradient(
         products: jax.Array, targets: jax.Array, stats: _TokenStats, gradients: Any
     ) -> jax.Array:
         logits = products / temperature
@@ -264,15 +268,17 @@ def _backward(
             softmax_gradient += dentropies * jnp.where(
                 p > 0, log_p + stats.entropies[..., None], 0.0
             )
-        dlogits = jnp.where(_is_target(logits, targets), dlogprobs, 0.0) - p * softmax_gradient
+        dlogits = (
+            jnp.where(_make_target_mask(logits, targets), dlogprobs, 0.0) - p * softmax_gradient
+        )
         return dlogits / temperature
 
     def chunk(sums: Any, xs: tuple[Any, ...]) -> tuple[Any, jax.Array]:
         hidden, targets, stats, products, dstats = xs
         if products is None:
             products = layer.unembed(tables, hidden)
-        dproducts = layer.map_blocks(block_gradient, products, targets, stats, dstats)
-        dtables, dhidden = jax.vmap(shard_vjp)(hidden, dproducts)
+        dproducts = layer.map_blocks(compute_block_gradient, products, targets, stats, dstats)
+        dtables, dhidden = jax.vmap(compute_shard_vjp)(hidden, dproducts)
         return jax.tree.map(jnp.add, sums, dtables), dhidden
 
     # Table gradients accumulate over chunks in float32, and over shards at the end.
@@ -287,4 +293,4 @@ def _backward(
     return dtables or None, layer.join_chunks(dhidden, hidden.shape[1]), None, None
 
 
-_logprobs_and_entropies.defvjp(_forward, _backward)
+_logprobs_and_entropies.defvjp(_logprobs_and_entropies_forward, _logprobs_and_entropies_backward)

@@ -142,12 +142,12 @@ class Model:
         remaining = {name: x for name, x in batch.token_arrays.items() if name not in recorded}
         return replace(batch, token_arrays=remaining)
 
-    def make_aux(self, batch: Batch, *, counts: bool = True) -> AuxArrays:
-        """Build the `AuxArrays` for a pass over a micro-batch, with statistics if `counts`."""
+    def make_aux(self, batch: Batch, *, with_statistics: bool = True) -> AuxArrays:
+        """Build the `AuxArrays` for a pass over a micro-batch."""
         inputs = {name: split_into_pieces(self.mesh, x) for name, x in batch.token_arrays.items()}
         inputs = {name: x.reshape(-1, *x.shape[2:]) for name, x in inputs.items()}
         aux = AuxArrays(inputs=inputs, attached=batch.attached)
-        if counts and self.architecture.statistics:
+        if with_statistics and self.architecture.statistics_reader:
             is_token = split_into_pieces(self.mesh, batch.segment_ids > 0)
             aux.statistics_weights = is_token.reshape(-1).astype(jnp.float32)
         return aux
@@ -180,7 +180,8 @@ class Model:
             Log-probabilities and entropies, float32 [b, T], in nats.
         """
         params = self._gather_tables(self.architecture.weights_for_training(params, self.dtype))
-        hidden = self._hidden_states(params, batch, aux or self.make_aux(batch, counts=False))
+        aux = aux or self.make_aux(batch, with_statistics=False)
+        hidden = self._hidden_states(params, batch, aux)
         (b, T), shards = batch.token_ids.shape, num_pieces(self.mesh)
         has_past = (batch.positions > 0) & (batch.segment_ids > 0)
         # Hidden states stay in place; targets and masks shift to the previous token.

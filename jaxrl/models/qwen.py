@@ -41,7 +41,7 @@ class MLP(nnx.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class QwenConfig(Decoder):
-    """Dense Qwen2.5 or Qwen3 model, built from its `config.json`."""
+    """Config of a dense Qwen2.5 or Qwen3 model."""
 
     mlp_width: int
 
@@ -108,7 +108,7 @@ class QwenConfig(Decoder):
         }
 
     def memory_terms(self, tensor: int) -> MemoryTerms:
-        """Return the memory of attention and the MLP (if divisible), split over `tensor`."""
+        """Return the memory of one layer; the MLP is split over `tensor` only if divisible."""
         inner = self.mlp_width if self.mlp_width % tensor else self.mlp_width // tensor
         attention_width = self.num_heads // tensor * self.head_dim
         kv_width = self.num_kv_heads // tensor * self.head_dim

@@ -1,8 +1,8 @@
 """Recurrent layers, whose tokens interact through a state of fixed size instead of attention.
 
 A layer passes its per-token inputs and a function `advance` to `run_recurrence`, which runs
-`advance` over chunks of tokens: over packed rows in the full pass, and over the rows of the
-sampler, which keeps their states between calls.
+`advance` over chunks of tokens: of packed rows in the full pass, or of the sampler's rows. The
+sampler keeps the states of its rows between calls.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def init_state(specs: StateSpecs, *sizes: int) -> dict[str, jax.Array]:
 def make_recurrence(
     specs: StateSpecs, starts: Int[Array, "R T"], chunk_tokens: int = CHUNK_TOKENS
 ) -> Recurrence:
-    """Return the recurrence over packed rows, which restarts at each context.
+    """Return a function that runs a recurrence over packed rows, restarting at each context.
 
     The backward pass saves the state before each chunk and recomputes everything else, so its
     memory grows with the number of chunks.
@@ -64,7 +64,7 @@ def make_recurrence(
     ends = jnp.broadcast_to(jnp.arange(T, T + padding), (R, padding))
     starts = jnp.concatenate([starts, ends.astype(starts.dtype)], axis=1)
 
-    def to_chunks(x: jax.Array) -> jax.Array:
+    def split_into_chunks(x: jax.Array) -> jax.Array:
         x = jnp.pad(x.reshape(R, T, *x.shape[1:]), ((0, 0), (0, padding), *[(0, 0)] * (x.ndim - 1)))
         return x.reshape(R, num_chunks, size, *x.shape[2:]).swapaxes(0, 1)
 
@@ -79,7 +79,7 @@ def make_recurrence(
             out, state = advance(state, chunk_inputs, starts, counts)
             return state, out
 
-        chunks = jax.tree.map(to_chunks, inputs), chunk_starts
+        chunks = jax.tree.map(split_into_chunks, inputs), chunk_starts
         out = jax.lax.scan(step, init_state(specs, R), chunks)[1]
         return (
             out.swapaxes(0, 1).reshape(R, -1, *out.shape[3:])[:, :T].reshape(R * T, *out.shape[3:])

@@ -48,7 +48,7 @@ def read_architecture(path: str | Path, architecture: str = "") -> Architecture:
 
 
 def read_hf_config(path: str | Path) -> tuple[dict[str, Any], str]:
-    """Return the parsed `config.json` of an HF folder, and its file name for errors."""
+    """Return the parsed `config.json` of an HF folder, and its file name for error messages."""
     file = Path(path) / "config.json"
     if Path(path).suffix.lower() == ".gguf" and not Path(path).is_dir():
         raise ValueError(

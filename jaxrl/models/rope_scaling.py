@@ -102,8 +102,10 @@ class Llama3Scaling(RopeScaling):
     """Llama 3.1 scaling: divide low frequencies, keep high frequencies, interpolate in between.
 
     Attributes:
-        low_freq_factor: Wavelengths above the pretraining length / low_freq_factor are divided.
-        high_freq_factor: Wavelengths below the pretraining length / high_freq_factor are unchanged.
+        low_freq_factor: Frequencies are divided by `factor` if their wavelength is above the
+            pretraining length / low_freq_factor.
+        high_freq_factor: Frequencies are unchanged if their wavelength is below the pretraining
+            length / high_freq_factor.
         original_max_position_embeddings: Context length in pretraining, in tokens.
     """
 
@@ -160,7 +162,7 @@ class YarnScaling(RopeScaling):
         return {"attention_factor": attention_factor, **settings}
 
     def compute_frequencies(self, head_dim: int, theta: float) -> np.ndarray:
-        """Interpolate between unscaled and divided frequencies."""
+        """Interpolate between the unscaled frequencies and those divided by `factor`."""
 
         def find_correction_dim(num_rotations: float) -> float:
             turn = self.original_max_position_embeddings / (num_rotations * 2 * math.pi)
@@ -179,7 +181,7 @@ class YarnScaling(RopeScaling):
         return scaled * (1 - unscaled_weight) + unscaled * unscaled_weight
 
     def max_positions(self, max_position_embeddings: int) -> int:
-        """Return the extended length; published configs contain the length of pretraining."""
+        """Return the extended length; published configs contain the pretraining length."""
         return max(
             max_position_embeddings, int(self.original_max_position_embeddings * self.factor)
         )

@@ -19,6 +19,7 @@ from jaxrl.types import Params
 
 
 def _delegate(name: str) -> Any:
+    """Return a property that reads `name` from the wrapped model."""
     return property(attrgetter(f"model.{name}"))
 
 
@@ -39,7 +40,7 @@ class WrappedArchitecture(Architecture):
     head_dtype: str = _delegate("head_dtype")
     output_module: Any = _delegate("output_module")
     num_experts: int = _delegate("num_experts")
-    statistics: Any = _delegate("statistics")
+    statistics_reader: Any = _delegate("statistics_reader")
     recorded_specs: Any = _delegate("recorded_specs")
     kernel_summary: Any = _delegate("kernel_summary")
     kernel_checks: Any = _delegate("kernel_checks")
@@ -90,7 +91,7 @@ class WrappedArchitecture(Architecture):
         """Return the dotted name of the module that defines `count_decode_bytes`."""
 
     @abstractmethod
-    def check(self) -> None:
+    def check_files_and_settings(self) -> None:
         """Check the files and settings that a run needs.
 
         Raises:

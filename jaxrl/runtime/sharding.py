@@ -20,7 +20,7 @@ from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.models.architecture import Architecture, is_axis_names
+from jaxrl.models.architecture import Architecture, is_axes_leaf
 from jaxrl.models.layers import prepare_sampler_weights
 from jaxrl.models.params import ParamSpec
 from jaxrl.types import Params
@@ -305,7 +305,7 @@ def decode_shardings(mesh: Mesh, config: Architecture, *, scan_layers: bool) -> 
     )
     axes = config.logical_axes_for_decoding()
     if isinstance(weights["blocks"], tuple):
-        layer = jax.tree.map(lambda names: names[1:], axes["blocks"], is_leaf=is_axis_names)
+        layer = jax.tree.map(lambda names: names[1:], axes["blocks"], is_leaf=is_axes_leaf)
         layers = tuple({name: layer[name] for name in block} for block in weights["blocks"])
         axes = {**axes, "blocks": layers}
     return _make_shardings(mesh, {name: axes[name] for name in weights}, weights, for_decode=True)
@@ -321,7 +321,7 @@ def _make_shardings(mesh: Mesh, axes: dict[str, Any], shapes: Params, for_decode
         ]
         return NamedSharding(mesh, P(*spec))
 
-    return jax.tree.map(leaf, axes, shapes, is_leaf=is_axis_names)
+    return jax.tree.map(leaf, axes, shapes, is_leaf=is_axes_leaf)
 
 
 def _find_dividing_axes(mesh: Mesh, names: str | tuple[str, ...] | None, size: int) -> Any:

@@ -9,7 +9,7 @@ from jaxrl.runtime.compilation import CPU_HAS_BFLOAT16_MATMUL
 
 
 def list_row_buckets(platform: str, num_rows: int, dtype: DTypeLike = jnp.float32) -> list[int]:
-    """List the row counts for which decoding is compiled, in ascending order.
+    """List the numbers of rows for which decoding is compiled, in ascending order.
 
     Halving the rows saves little time on an accelerator, but half the time on a CPU. On a CPU in
     bfloat16, the minimum is two rows: for a single row, XLA would first copy all weights to
@@ -24,11 +24,11 @@ def list_row_buckets(platform: str, num_rows: int, dtype: DTypeLike = jnp.float3
 
 
 def list_prefill_buckets(platform: str, max_total_tokens: int) -> list[int]:
-    """List the token counts to which prefills are padded, in ascending order.
+    """List the numbers of tokens to which prefills are padded, in ascending order.
 
     On an accelerator, a small prefill takes as long as a large one; on a CPU, padding costs time.
     """
-    # Equal to the model's block or a multiple of it; see `prefill_block_tokens`.
+    # Equal to the model's block or a multiple of it; see `choose_prefill_block_tokens`.
     block = 16 if platform == "cpu" else 128
     longest = -(-max_total_tokens // block) * block
     sizes = (64, 256) if platform == "cpu" else (256, 2048)
@@ -36,7 +36,7 @@ def list_prefill_buckets(platform: str, max_total_tokens: int) -> list[int]:
 
 
 def list_patch_buckets(max_units: int, patches_per_unit: int) -> list[int]:
-    """List the patch counts to which a shard's attachments are padded, in ascending order.
+    """List the numbers of patches to which attachments are padded per shard, ascending.
 
     Args:
         max_units: Maximum number of attachment tokens in a trajectory.

@@ -1,7 +1,7 @@
 """Context management for episodes that are longer than the model's context.
 
-A context grows until the next turn does not fit. The episode then continues in a new context. It
-starts with the prompt, followed by those parts of the earlier turns that a context policy selects.
+A context grows until the next turn does not fit. The episode then continues in a new context,
+which starts with the prompt and the parts of earlier turns that a context policy selects.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ OMITTED = "…"
 
 @dataclass(frozen=True, kw_only=True)
 class TurnIds:
-    """Token ids of a turn and of the reply from the environment.
+    """Token ids of a turn and of the environment's reply.
 
     Attributes:
         sampled: Ids sampled by the model.
@@ -35,7 +35,7 @@ ContextPolicy = Callable[[Sequence[TurnIds], int], list[int]]
 
 
 def drop_observations(turns: Sequence[TurnIds], count: int) -> list[int]:
-    """Keep all sampled tokens and the newest `count` observations; omit older bodies."""
+    """Return the ids of all turns, with the bodies of all but `count` observations omitted."""
     first = len(turns) - count  # first turn that keeps its observation
     parts = (
         (*turn.sampled, *(turn.observation if i >= first else turn.placeholder))
@@ -45,7 +45,7 @@ def drop_observations(turns: Sequence[TurnIds], count: int) -> list[int]:
 
 
 def keep_last_turns(turns: Sequence[TurnIds], count: int) -> list[int]:
-    """Keep the newest `count` turns in full; omit older turns."""
+    """Return the ids of the newest `count` turns, including their observations."""
     return [token for turn in turns[-count:] for token in (*turn.sampled, *turn.observation)]
 
 
@@ -65,7 +65,7 @@ class ContextRule:
         max_tokens: Maximum length of a context: prompt, sampled tokens and observations.
         keep: Maximum number of observations or turns that the policy keeps; it keeps fewer if they
             do not fit.
-        turn_tokens: Tokens that a turn needs. If fewer are left, the next context begins.
+        turn_tokens: Number of tokens that a turn needs. If fewer are left, the next context begins.
     """
 
     name: str
@@ -82,7 +82,7 @@ class ContextRule:
     ) -> tuple[list[int], int] | None:
         """Return the ids of the next context, and the number of ids that repeat earlier tokens.
 
-        Return None if no turn fits, even when the policy keeps only one observation or turn.
+        The result is None if no turn fits, even when only one observation or turn is kept.
         """
         for count in range(min(self.keep, len(turns)), 0, -1):
             token_ids = [*prompt, *CONTEXT_POLICIES[self.name](turns, count)]

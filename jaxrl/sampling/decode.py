@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl.models import kv_cache
 from jaxrl.models.architecture import Architecture
-from jaxrl.models.attention.choice import prefill_block_tokens
+from jaxrl.models.attention.choice import choose_prefill_block_tokens
 from jaxrl.models.attention.kernels import AttentionKernels
 from jaxrl.models.attention.reference import attend_chunk, merge_attention_outputs
 from jaxrl.models.aux_arrays import AuxArrays, TokenArraySpec
@@ -47,7 +47,7 @@ _PAGES, _ROWS, _QUERIES = P(PIECE_AXES, "tensor"), P(PIECE_AXES), P(PIECE_AXES, 
 
 @struct.dataclass
 class SamplerCache:
-    """Keys, values and states of all rows and cached prompts."""
+    """Device cache: keys, values and states of all rows and cached prompts."""
 
     pages: Cache
     states: tuple[State, ...] = ()  # [S * slots, heads, ...] of each recurrent layer
@@ -163,14 +163,14 @@ class Programs:
         return self.architecture.recorded_specs if self.records else {}
 
     def convert_params(self, params: Params) -> Params:
-        """Convert all of the policy's parameters to the layout and dtype used for decoding."""
+        """Convert all parameters of the policy to the layout and dtype used for decoding."""
         weights = self.architecture.weights_for_decoding(params, self.dtype)
         return prepare_sampler_weights(
             weights, scan=self.scan_layers, stacks=self.architecture.partial_stacks
         )
 
     def init_cache(self, num_pages: int, page_tokens: int, num_states: int = 0) -> SamplerCache:
-        """Initialize the cache with zeros."""
+        """Return a cache of zeros."""
         model = self.architecture
         pages = kv_cache.allocate_pages(
             model, num_pages, page_tokens, self.dtype, scan_layers=self.scan_layers
@@ -181,7 +181,7 @@ class Programs:
         return self._constrain_cache(SamplerCache(pages=pages, states=states))
 
     def init_decode_state(self) -> DecodeState:
-        """Initialize the decode state, in which no row is running."""
+        """Return a decode state in which no row is running."""
         zeros = jnp.zeros(self.num_rows, jnp.int32)
         state = DecodeState(
             pending=zeros, length=zeros, budget=zeros, stop_state=zeros, active=zeros.astype(bool)
@@ -189,11 +189,11 @@ class Programs:
         return self._constrain_rows(state)
 
     def init_state_and_embeds(self, num_units: int) -> tuple[DecodeState, Array | None]:
-        """Initialize the decode state, and a placeholder for the result of `embed`."""
+        """Return an initial decode state, and zeros in the shape of the result of `embed`."""
         return self.init_decode_state(), self.init_embeds(num_units)
 
     def init_embeds(self, num_units: int) -> Array | None:
-        """Create zeros in the shape of the result of `embed`; None without a tower."""
+        """Return zeros in the shape of the result of `embed`; None without a tower."""
         if self.architecture.tower is None:
             return None
         values = (1 + self.architecture.tower.num_deepstack_layers) * self.architecture.width
@@ -205,7 +205,7 @@ class Programs:
     def block_tokens(self) -> int:
         """Return the number of tokens per prefill block."""
         platform, model = self.mesh.devices.flat[0].platform, self.architecture
-        return prefill_block_tokens(platform, model.num_heads, model.num_kv_heads)
+        return choose_prefill_block_tokens(platform, model.num_heads, model.num_kv_heads)
 
     def _constrain_cache(self, cache: Any) -> Any:
         """Constrain the sharding of the cache, so that the compiler does not change it."""
@@ -215,7 +215,7 @@ class Programs:
         return jax.lax.with_sharding_constraint(values, piece_sharding(self.mesh))
 
     def _shard_map(self, function: Callable[..., Any], specs: Any, out_specs: Any) -> Any:
-        """Map a function over the shards; page indices are local to a shard."""
+        """Wrap a function in `shard_map` over the shards; page indices are local to a shard."""
         if self.mesh.size == 1:
             return function
         return jax.shard_map(
@@ -255,7 +255,7 @@ class Programs:
         )
 
     def embed(self, weights: Params, patches: Array, coords: Array, num_units: int) -> Array:
-        """Embed attachments; `prefill` uses the result instead of their token embeddings.
+        """Embed attachments, for `prefill` to use in place of their token embeddings.
 
         Args:
             weights: Result of `convert_params`.
@@ -287,9 +287,9 @@ class Programs:
         """Prefill tokens that were not sampled: prompts and observations.
 
         A block may continue another block of the same call: each attention layer writes all keys
-        and values before it reads any, and a recurrent layer works in order. `attachment_embeds` is
-        the result of `embed` for these tokens. A model with a tower requires this argument even if
-        there are no attachments.
+        and values before it reads any, and a recurrent layer processes the blocks in order.
+        `attachment_embeds` is the result of `embed` for these tokens. A model with a tower requires
+        this argument even if there are no attachments.
 
         Returns:
             The cache, and the arrays of `recorded`, `[b, Q, ...]`.
@@ -525,7 +525,7 @@ class Programs:
         return self._constrain_cache(cache), self._pad_state(state), by_row
 
     def decode_packed(self, *arguments: Any) -> tuple[SamplerCache, DecodeState, PackedReport]:
-        """Run `decode_chunk` and pack the report for the host."""
+        """Run `decode_chunk` and pack its report for the host."""
         cache, state, report = self.decode_chunk(*arguments)
         floats = [report.logprobs, report.entropies]
         ints = [jax.lax.bitcast_convert_type(array, jnp.int32) for array in floats]
@@ -544,7 +544,7 @@ class Programs:
         attend_layer: Callable[..., jax.Array],
         past: tuple[Any, ...],
     ) -> tuple[jax.Array, SamplerCache, dict[str, Array]]:
-        """Process the pending tokens; return their hidden states, the chunk and recorded arrays."""
+        """Process pending tokens; return hidden states, the updated chunk, and recorded arrays."""
 
         def attend(
             layer: Any, chunk: Pages, past: Any, q: jax.Array, k: jax.Array, v: jax.Array
@@ -599,7 +599,7 @@ class Programs:
     def _make_chunk_attention(
         self, cache: Cache, tables: jax.Array
     ) -> tuple[Callable[..., jax.Array], tuple[Any, ...]]:
-        """Return a function that attends to the past and the chunk, and its `past` argument.
+        """Return a function that attends to the past and the chunk, and the past to pass to it.
 
         Queries attend to past positions below their limits. The past has one entry per layer, or
         one for all layers.
@@ -646,13 +646,13 @@ class Programs:
 
         return self._constrain_rows(jax.tree.map(pad, state))
 
-    def copy(
+    def copy_pages(
         self, cache: SamplerCache, sources: CacheIndices, targets: CacheIndices
     ) -> SamplerCache:
-        """Copy pages and states within each shard."""
-        return self.swap(cache, self._read_cache(cache, sources), sources, targets)[0]
+        """Copy pages and states from `sources` to `targets` within each shard."""
+        return self.swap_pages(cache, self._read_cache(cache, sources), sources, targets)[0]
 
-    def swap(
+    def swap_pages(
         self,
         cache: SamplerCache,
         incoming: SamplerCache,
@@ -673,6 +673,7 @@ class Programs:
         return self._constrain_cache(cache), self._constrain_cache(outgoing)
 
     def _read_cache(self, cache: SamplerCache, sources: CacheIndices) -> SamplerCache:
+        """Return the contents of the pages and states at `sources`."""
         read = self._shard_map(kv_cache.read_pages, (_PAGES, _ROWS), _PAGES)
         return SamplerCache(
             pages=jax.tree.map(lambda old: read(old, sources.pages), cache.pages),
@@ -713,10 +714,10 @@ def unpack_report(packed: PackedReport) -> ChunkReport:
 def should_scan_layers(scan_layers: bool, platform: str, *, has_adapter: bool) -> bool:
     """Return True if the sampler must loop over stacked layers; see `config.model.scan_layers`.
 
-    In a loop, XLA copies each layer's weights before it multiplies by them. On a CPU, this took a
-    fifth of the time. On a GPU, it moves the weights three times per step, while unrolled layers
-    compile in seconds. With an adapter, however, a loop reads the trainer's arrays directly, so the
-    weights are in memory only once, which matters more on a GPU.
+    In a loop, XLA copies each layer's weights before it multiplies by them. On a CPU, the copies
+    took a fifth of the time. On a GPU, they move the weights three times per step, while unrolled
+    layers compile in seconds. With an adapter, however, a loop reads the trainer's arrays directly,
+    so the weights are in memory only once, which matters more on a GPU.
     """
     return scan_layers and (platform == "tpu" or (platform == "gpu" and has_adapter))
 

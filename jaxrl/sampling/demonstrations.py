@@ -39,7 +39,7 @@ class Demonstration:
 
     @property
     def attachments(self) -> tuple[Attachment, ...]:
-        """Preprocess the images in `pictures` on demand.
+        """Return the preprocessed images of the prompt, which are not cached.
 
         Raises:
             UnreadableError: An image is damaged.
@@ -70,9 +70,9 @@ def read_demonstrations(
     The messages before the first assistant message are the prompt. Messages with role `tool` are
     raw results, rendered by the protocol and truncated like the environment's observations. `tools`
     has the names of the tools that this run can call; `chat_tools` has the tool schemas for the
-    chat template. Prompts may have images, as in tasks; `processor` preprocesses them (None for a
-    text-only model). The limits on total, observation and image tokens apply; an image limit of 0
-    means no limit.
+    chat template. Prompts may have images, as in tasks. `processor` preprocesses the images; it is
+    None for a text-only model. The limits on total, observation and image tokens apply; an image
+    limit of 0 means no limit.
 
     Raises:
         FileNotFoundError: The file does not exist.
@@ -137,8 +137,8 @@ def encode_demonstration(
     """Encode a prompt, then assistant turns (trained on) and observations (masked) in order.
 
     If the chat template renders tool results, the model also learns to end its turns.
-    `image_tokens` is the token count of each image placeholder in the prompt. Observation and
-    context limits apply as in a rollout.
+    `image_tokens` has the number of tokens of each image in the prompt. Observation and context
+    limits apply as in a rollout.
 
     Raises:
         ValueError: The chat is malformed, or has text that no rollout could produce; the message
@@ -164,7 +164,7 @@ def encode_demonstration(
     # The chat template may write the beginning of an assistant message after a prompt or results.
     opener = tokenizer.find_opener(chat_tools)
     turns = [
-        _strip_opener(opener, turn, location)
+        _strip_template_prefix(opener, turn, location)
         if index == 0 or (protocol.in_template and turn["role"] == "assistant")
         else turn
         for index, turn in enumerate(turns)
@@ -296,11 +296,11 @@ def _flatten_message(
     return {"role": message["role"], "content": text.removeprefix(opener)}
 
 
-def _strip_opener(opener: str, message: dict[str, Any], location: str) -> dict[str, Any]:
-    """Return an assistant message without the opener that the chat template writes.
+def _strip_template_prefix(opener: str, message: dict[str, Any], location: str) -> dict[str, Any]:
+    """Return an assistant message without the text that the chat template writes before it.
 
     Raises:
-        ValueError: The opener starts a `<think>` block that the message does not close.
+        ValueError: That text starts a `<think>` block that the message does not close.
     """
     content, prefix = message["content"], opener.strip()
     if not prefix:

@@ -109,7 +109,7 @@ _NO_ARRAYS: Mapping[str, np.ndarray] = MappingProxyType({})
 
 
 class Event(NamedTuple):
-    """Tokens that a request sampled in one chunk; see `decode` for the values of `status`."""
+    """Tokens that one request sampled in one chunk; `decode` defines the values of `status`."""
 
     request: int
     chunk: int  # chunk number since the engine was created
@@ -125,7 +125,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Chunk in flight: dispatched, with an unread report."""
+    """Dispatched chunk whose report has not been read."""
 
     number: int
     rows: list[tuple[int, int]]  # (request, index in the report)
@@ -282,8 +282,8 @@ class Engine:
         self._prefill = define_program(
             programs.prefill, name="prefill", variants=self.prefill_sizes, donate_argnums=(1,)
         )
-        self._copy = define_program(programs.copy, name="copy", donate_argnums=(0,))
-        self._swap = define_program(programs.swap, name="swap", donate_argnums=(0,))
+        self._copy = define_program(programs.copy_pages, name="copy", donate_argnums=(0,))
+        self._swap = define_program(programs.swap_pages, name="swap", donate_argnums=(0,))
         self._embed = define_program(
             programs.embed, name="embed", variants=self.patch_sizes, static_argnums=(3,)
         )
@@ -316,7 +316,7 @@ class Engine:
         self._reset()
 
     def _reset(self) -> None:
-        """Drop all requests and free all pages."""
+        """Drop all requests and mark all pages and states as free."""
         self._rows: dict[int, Row] = {}  # all shards, by request
         self._queue: deque[tuple[int, Request]] = deque()
         self._in_flight: deque[_Chunk] = deque()
@@ -415,12 +415,12 @@ class Engine:
         compile_all(jobs, lambda count: show(f"compiling the sampler, {count} of {total} programs"))
 
     def _decode_variants(self) -> list[tuple[int, str, int]]:
-        """Return (rows per shard, method, pages of the past) for each decoding program."""
+        """Return the rows per shard, sampling method and past pages of each decoding program."""
         sizes = [(rows, kind) for kind in self.kinds for rows in self._select_row_sizes(kind)]
         return [(*size, pages) for size in sizes for pages in self.past_sizes]
 
     def _select_row_sizes(self, kind: str) -> list[int]:
-        """Return a method's row buckets: the largest, and as many as `MAX_PROGRAMS` allows."""
+        """Return the row buckets to compile for a sampling method, within `MAX_PROGRAMS`."""
         others = len(self.kinds) - 1
         room = MAX_PROGRAMS - 2 - len(self.prefill_sizes) - len(self.patch_sizes)  # 2: copy, swap
         every_second, between = self.row_sizes[::-2], self.row_sizes[-2::-2]
@@ -493,7 +493,7 @@ class Engine:
     def submit(
         self, requests: Sequence[Request], *, temperature: float = 1.0, top_p: float = 1.0
     ) -> list[int]:
-        """Queue requests; return their ids, which identify them in events.
+        """Queue requests; return their ids, as used in events.
 
         All unfinished requests must have the same `temperature` and `top_p`.
 
@@ -540,12 +540,12 @@ class Engine:
         self._temperature, self._top_p = temperature, top_p
 
     # extras/serve/engine.py overrides the next two methods, for settings by request.
-    def _select_chunk_kind(self, running: list[list[Row]]) -> str:
-        """Return the sampling method for a chunk of the running rows."""
-        return self._select_kind(self._temperature, self._top_p)
+    def _select_chunk_method(self, running: list[list[Row]]) -> str:
+        """Return the sampling method for the next chunk, which decodes these rows."""
+        return self._select_sampling_method(self._temperature, self._top_p)
 
     def _get_sampling_params(self, running: list[list[Row]], num_rows: int) -> tuple[Any, Any]:
-        """Return the temperature and `top_p` for a chunk of the running rows: float32 [] or [r]."""
+        """Return the temperature and `top_p` of the next chunk: float32 [], or [r] for r rows."""
         return np.float32(self._temperature), np.float32(self._top_p)
 
     def _check_budget(self, length: int, budget: int) -> None:
@@ -558,9 +558,9 @@ class Engine:
                 f"max_total_tokens={self._max_total_tokens}. This is a bug in jaxrl."
             )
 
-    def _select_kind(self, temperature: float, top_p: float) -> str:
-        """Return the cheapest method in `kinds`; `top_p` with value 1 is equivalent to `full`."""
-        kind = next_token.select_kind(temperature, top_p)
+    def _select_sampling_method(self, temperature: float, top_p: float) -> str:
+        """Return the cheapest sampling method in `kinds`; `top_p` at 1 is equivalent to `full`."""
+        kind = next_token.select_sampling_method(temperature, top_p)
         if kind == next_token.FULL and kind not in self.kinds and next_token.TOP_P in self.kinds:
             return next_token.TOP_P
         return kind
@@ -575,7 +575,7 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        """Return the number of requests that have not stopped in any report read so far."""
+        """Return the number of requests not yet reported as stopped."""
         return sum(not row.is_waiting for row in self._rows.values())
 
     @property
@@ -688,7 +688,7 @@ class Engine:
         self._tables[row.slot, : len(row.pages)] = row.pages
 
     def _preempt(self, shard: BlockScheduler, row: Row) -> None:
-        """Swap a row's pages and state out to the host and free them."""
+        """Swap a row out to the host, and free its pages and state."""
         num_pages = count_pages(row.length, self.page_tokens)
         row.saved = self._swap_row(row, sources=row.pages[:num_pages])
         shard.free(row)
@@ -842,7 +842,7 @@ class Engine:
     def _make_transfer(
         self, saved: SamplerCache | None = None, shard: int = 0, first: int = 0, count: int = 0
     ) -> SamplerCache:
-        """Return arrays for the swap program to write: zeros, or contents saved from a shard.
+        """Return the arrays that the swap program writes: zeros, or contents saved from a shard.
 
         `first` and `count` select the saved pages.
         """
@@ -873,7 +873,7 @@ class Engine:
         # Prefill first, then choose the smallest compiled shapes that fit.
         self._prefill_rows(running)
         self._copy_prefixes()
-        kind = self._select_chunk_kind(running)
+        kind = self._select_chunk_method(running)
         num_rows = _pick_bucket(max(len(rows) for rows in running), self._select_row_sizes(kind))
         past_pages = self.past_sizes[-1]
         if len(self.past_sizes) > 1:

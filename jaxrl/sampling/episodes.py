@@ -115,7 +115,7 @@ RewardFn = Callable[[Sequence[Sequence[ScoredEpisode]]], list[list[Reward | Base
 
 
 class EpisodeStartError(ValueError):
-    """Error for a task for which the environment cannot start an episode."""
+    """Error raised when the environment cannot start an episode for a task."""
 
 
 class BaseRollout:
@@ -153,7 +153,7 @@ class BaseRollout:
         return {}
 
     def _make_samples(self, draws: Sequence[Draw], group_size: int) -> list[Sample]:
-        """Create the samples of all draws; if a task cannot start, mark its samples as failed."""
+        """Create the samples of all draws; mark those of tasks that cannot start as failed."""
         samples = []
         images_by_task = self._preprocess_all([draw.task for draw in draws])
         for draw, images in zip(draws, images_by_task, strict=True):
@@ -203,7 +203,7 @@ class BaseRollout:
     def _preprocess_all(
         self, tasks: Sequence[Task]
     ) -> list[tuple[Attachment, ...] | UnreadableImageError]:
-        """Preprocess each task's images; for a task with an unreadable image, return the error."""
+        """Preprocess the images of each task; return the error of a task with unreadable ones."""
 
         def preprocess(task: Task) -> tuple[Attachment, ...] | UnreadableImageError:
             try:
@@ -402,7 +402,7 @@ class BaseRollout:
         return [self._image_processor.num_units(image) for image in images]
 
     def _make_timeout_result(self, task: Task) -> StepResult:
-        """Create a failed step for a reply that missed the deadline."""
+        """Create a failed step for a task whose reply missed the deadline."""
         deadline_s = self._schedule.deadline_s
         reason = f"no reply within {deadline_s:g} s (config.env.step_deadline_s)"
         result = make_failed_step(f"{type(self._get_env(task)).__name__}.step: {reason}")
@@ -468,7 +468,7 @@ class BaseRollout:
         return token_ids
 
     def _max_observation_tokens(self, sample: Sample) -> int:
-        """Return the maximum length of an observation, reserving one token for sampling."""
+        """Return the maximum length of an observation that leaves room to sample one token."""
         room = self._limits.max_total_tokens - len(sample.token_ids) - 1
         turn_length = len(sample.token_ids) - sample.turn_starts[-1]
         in_context = self._limits.compute_context_observation_limit(
@@ -479,9 +479,10 @@ class BaseRollout:
     def _encode_observation(
         self, sample: Sample, observation: Observation | ToolResults | None
     ) -> tuple[list[int], str | None, tuple[str, ...]]:
-        """Encode an observation, truncated to fit; return its ids and text.
+        """Encode an observation, truncated to fit.
 
-        The third item contains the truncated results of `ToolResults`.
+        Returns:
+            The observation's ids, its text, and the truncated results of `ToolResults`.
         """
         if observation is None:
             return [], None, ()
@@ -542,7 +543,7 @@ class BaseRollout:
         ]
 
     def _score_episodes(self, samples: Sequence[Sample]) -> list[tuple[Sample, ScoredEpisode]]:
-        """Score samples with the environment; if scoring fails, mark the samples as failed."""
+        """Score samples with the environment, and mark samples whose scoring fails as failed."""
         if not samples:
             return []
         try:

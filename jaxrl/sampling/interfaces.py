@@ -14,7 +14,7 @@ from jaxrl.types import Attachment, Group, Params
 
 @dataclass(frozen=True, kw_only=True)
 class Seeds:
-    """Inputs to a sample's random key besides its task, index and attempt."""
+    """Inputs to the random keys of samples that are the same for a complete rollout."""
 
     seed: int
     stage: int
@@ -56,7 +56,7 @@ If `SamplingConfig.max_unfinished` is above 0, the list has None for each unfini
 
 @dataclass
 class EngineCounts:
-    """Work done since the engine was created, in tokens unless noted otherwise."""
+    """Counters of the work done since the engine was created, in tokens unless noted."""
 
     prefilled_prompt: int = 0  # tokens of new prompts, except each prompt's last token
     prefilled_resume: int = 0  # tokens read when rows resume, as many as the observations have

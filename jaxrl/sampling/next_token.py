@@ -30,7 +30,7 @@ Each method has a program without the computations that only other methods need.
 """
 
 
-def select_kind(temperature: float, top_p: float) -> str:
+def select_sampling_method(temperature: float, top_p: float) -> str:
     """Return the cheapest sampling method that supports these settings."""
     if temperature == 0.0:
         return GREEDY
@@ -138,7 +138,7 @@ def _sample_index(
 
 
 def _select_per_row(values: Float[Array, "B n"], index: Int[Array, " B"]) -> Float[Array, " B"]:
-    """Select one value per row.
+    """Return `values[i, index[i]]` for each row i.
 
     Avoids `values[jnp.arange(B), index]`, which would move data between devices.
     """

@@ -27,7 +27,7 @@ def encode_observation(
         max_body_tokens: Maximum length of the body in tokens.
         max_tokens: Maximum length of the complete observation in tokens; None for no limit. Tags
             and images are never truncated.
-        image_tokens: Token count of each image. Images go between the body and the suffix.
+        image_tokens: Number of tokens of each image. Images go between the body and the suffix.
     """
     before = _encode_tag(tokenizer, observation.prefix)
     after = _encode_tag(tokenizer, observation.suffix)
@@ -80,9 +80,7 @@ def encode_results(
     max_tokens: int | None = None,
     image_tokens: Sequence[Sequence[int]] = (),
 ) -> tuple[list[int], str, tuple[str, ...]]:
-    """Encode a turn of tool results, each truncated to fit; return its ids and text.
-
-    The third item contains the truncated results.
+    """Encode a turn of tool results, each truncated to fit.
 
     Args:
         tokenizer: Tokenizer with the chat template.
@@ -91,7 +89,10 @@ def encode_results(
         max_result_tokens: Maximum length of each result in tokens.
         max_tokens: Maximum length of the complete turn in tokens, which the results use up in
             order; None for no limit. Images and the template's text are never truncated.
-        image_tokens: Token counts of the images of each result; () if there are none.
+        image_tokens: Number of tokens of each image of each result; () if there are none.
+
+    Returns:
+        The turn's ids, its text, and the truncated results.
     """
     if max_tokens is not None:
         template_ids, _ = tokenizer.render_results([""] * len(results.bodies), tools, image_tokens)

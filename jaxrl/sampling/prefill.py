@@ -64,9 +64,9 @@ class PrefillBatcher:
         attachments: tuple[Attachment, ...],
         start: int,
     ) -> None:
-        """Set a row's attachments, per-token arrays of unread tokens, and position offset.
+        """Set the attachments, per-token arrays and position offset of a row's unread tokens.
 
-        `start` is the number of the row's tokens before `token_ids`.
+        `start` is the number of tokens in the row before `token_ids`.
         """
         if self.tower is None:
             return

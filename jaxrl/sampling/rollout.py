@@ -228,6 +228,7 @@ class Rollout(BaseRollout):
                     calls.append(self._start_call(called, due))
 
     def _start_call(self, members: list[tuple[int, Sample, str]], due: int) -> _EnvCall:
+        """Step the environment in a thread, for rows that stopped with the given turns."""
         episodes = [sample.episode for _, sample, _ in members]
         texts = [text for _, _, text in members]
         deadline = time.monotonic() + (self._schedule.deadline_s or math.inf)
@@ -275,7 +276,7 @@ class Rollout(BaseRollout):
     def _append_events(
         self, samples: dict[int, Sample], events: Sequence[Event], version: int
     ) -> list[tuple[int, Sample, str]]:
-        """Append sampled tokens; return (request, sample, turn text) of the rows that stopped."""
+        """Append sampled tokens; return the request, sample and turn text of each stopped row."""
         members = []
         for event in events:
             sample = samples[event.request]

@@ -168,13 +168,13 @@ class BlockScheduler:
         return list(islice(running, self._num_rows))
 
     def num_missing_pages(self, row: Row) -> int:
-        """Return the number of pages that a row lacks for the next chunk; 0 if it is waiting."""
+        """Return the number of pages that a row still needs for the next chunk; 0 if waiting."""
         max_length = row.length if row.is_waiting else row.compute_max_length(self._num_steps)
         return max(count_pages(max_length, self._page_tokens) - len(row.pages), 0)
 
     @property
     def rows_needing_pages(self) -> list[Row]:
-        """Return the rows of the next chunk that may need more pages. Token budgets are ignored."""
+        """Return the rows of the next chunk that may need more pages, ignoring token budgets."""
         steps, page_tokens = self._num_steps, self._page_tokens
         return [
             row
@@ -206,7 +206,7 @@ class BlockScheduler:
             self.state_pool.free([slot])
 
     def _has_states(self, count: int) -> bool:
-        """Return True if `count` states fit."""
+        """Return True if `count` state slots are free, or none are needed."""
         return self.state_pool is None or count <= self.state_pool.num_free
 
     def _is_current(self, prefix: Prefix) -> bool:

@@ -1,4 +1,4 @@
-"""Validate environment results: check types and that all values are JSON-serializable."""
+"""Validation of environment results: types, and values that JSON can represent."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _REWARD_TYPES = {"parts": Mapping, "turn_parts": Mapping, "final_answer": str}
 
 
 def validate_step_result(reply: Any) -> StepResult:
-    """Validate a reply; return it with JSON-safe values, or a failed step if it is invalid."""
+    """Return a valid reply with JSON-safe values, or a failed step for an invalid reply."""
     try:
         _check_types("step", reply, StepResult, _STEP_RESULT_TYPES)
         _check_observation(reply.observation)
@@ -62,7 +62,7 @@ def validate_step_result(reply: Any) -> StepResult:
 
 
 def sanitize_record(record: CallRecord) -> CallRecord:
-    """Replace text in a record that JSON cannot represent."""
+    """Return a record with all text that JSON cannot represent replaced."""
     error = record.error and replace_surrogates(record.error)[:MAX_ERROR_CHARS]
     return dataclasses.replace(record, call=replace_surrogates(record.call), error=error)
 
@@ -119,7 +119,7 @@ def _sanitize_observation(observation: Observation | ToolResults) -> Observation
 
 
 def validate_reward(reward: Any) -> Reward:
-    """Validate a reward; return it with plain finite numbers and JSON-safe text.
+    """Return a valid reward with plain finite numbers and JSON-safe text.
 
     Raises:
         TypeError, ValueError: The reward is invalid.

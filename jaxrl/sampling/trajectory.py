@@ -1,4 +1,4 @@
-"""Samples, which are trajectories during their rollout, and their conversion for training."""
+"""Samples, which are trajectories still in rollout, and their conversion to trajectories."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxrl.utils.text import replace_surrogates
 
 @dataclass(slots=True)
 class TokenSpan:
-    """Consecutive sampled tokens, with one array per `append` call."""
+    """Consecutive sampled tokens, stored as one array per `append` call."""
 
     start: int  # position of the first token
     end: int  # position after the last token
@@ -111,7 +111,7 @@ class Sample:
     def token_arrays(self, declared: Mapping[str, TokenArraySpec]) -> dict[str, np.ndarray]:
         """Return recorded arrays `[L, ...]`.
 
-        The last token of each context was not read and gets `fill`.
+        The last token of each context was never fed to the model, so its value is `fill`.
         """
         if not any(self.recorded):  # the episode never began
             return {}
@@ -145,7 +145,7 @@ class Sample:
         return ScoredEpisode(episode=self.episode, reward=reward, completion_ids=ids)
 
     def fail(self, error: BaseException) -> None:
-        """End the episode with an environment error because scoring failed."""
+        """End the episode with an environment error, for a failure in scoring."""
         turns = self.episode.turns
         message = replace_surrogates(f"score: {format_error_report(error)}")
         self.episode.outcome = Outcome.ENVIRONMENT_ERROR

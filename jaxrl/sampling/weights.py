@@ -21,10 +21,10 @@ from jaxrl.types import Params
 
 
 class WeightConverter:
-    """Converter of parameters to sampler weights, which it owns.
+    """Owner of the sampler's weights, which it converts from the parameters.
 
-    Weights are copies, so later updates of the parameters do not affect them. Only a parameter that
-    the architecture never trains, and that the sampler uses unchanged, is shared. Parameters frozen
+    Weights are copies, so later updates of the parameters do not affect them. A parameter is shared
+    only if the architecture never trains it and the sampler uses it unchanged. Parameters frozen
     only by `config.model.freeze_tower` are copied. Donated parameters (see `donate`) belong to this
     object.
     """
@@ -79,7 +79,7 @@ class WeightConverter:
         )
 
     def _map_unchanged_weights(self, policy: Architecture) -> dict[int, int]:
-        """Map the index of each weight that equals a parameter to the parameter's index."""
+        """Return the parameter index of each weight that equals a parameter, by weight index."""
         source_shardings = jax.tree.leaves(param_shardings(self._mesh, policy))
         program = jax.make_jaxpr(self._prepare)(self._params)
         indices = {id(variable): index for index, variable in enumerate(program.jaxpr.invars)}
@@ -96,7 +96,7 @@ class WeightConverter:
         structure, shapes = jax.tree.structure(self._params), jax.tree.leaves(self._params)
         prepare = self._prepare
 
-        def make(params: list[jax.Array]) -> list[jax.Array]:
+        def convert_selected(params: list[jax.Array]) -> list[jax.Array]:
             # The zeros are placeholders: no target weight depends on them.
             leaves = [jnp.zeros(x.shape, x.dtype) for x in shapes]
             for index, param in zip(inputs, params, strict=True):
@@ -105,20 +105,20 @@ class WeightConverter:
             return [weights[index] for index in targets]
 
         program = cached_jit(
-            make,
+            convert_selected,
             name="weights",
             key=join_keys(self._key, inputs, targets),
             out_shardings=[self._output_shardings[index] for index in targets],
         )
         compiled: list[Any] = []
 
-        def call(params: list[jax.Array]) -> list[jax.Array]:
+        def compile_and_convert(params: list[jax.Array]) -> list[jax.Array]:
             if not compiled:
                 lowered = program.lower(params)
                 compile_all([lambda: compiled.append(lowered.compile())])
             return compiled[0](params)
 
-        return call
+        return compile_and_convert
 
     def convert(self, params: Params) -> Params:
         """Free the previous weights, then convert training parameters to sampler weights.
@@ -196,7 +196,7 @@ def partition_program(program: Any) -> list[tuple[list[int], list[int]]]:
 
 
 def _find_dependencies(jaxpr: Any, inputs: Sequence[set[int]]) -> list[set[int]]:
-    """Return each output's dependencies, given the dependencies of each input."""
+    """Return the inputs that each output of a jaxpr depends on, given those of its inputs."""
     sources = {
         id(variable): dependencies
         for variable, dependencies in zip(jaxpr.invars, inputs, strict=True)

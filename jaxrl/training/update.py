@@ -65,7 +65,7 @@ def init_state(
 ) -> TrainState:
     """Initialize the training state. The parameters are donated, so only one copy exists."""
 
-    def init(params: Params) -> TrainState:
+    def create_state(params: Params) -> TrainState:
         zero = jnp.zeros((), jnp.int32)
         return TrainState(
             params=params, opt_state=optimizer.init(params), num_updates=zero, num_skipped=zero
@@ -74,7 +74,7 @@ def init_state(
     shardings = state_shardings(mesh, trained, optimizer)
     leaves, structure = jax.tree.flatten(shardings)
     program = cached_jit(
-        init,
+        create_state,
         name="init",
         key=(optimizer, structure, *leaves),
         out_shardings=shardings,
@@ -148,7 +148,7 @@ class MicroBatchLoop:
         self._pieces = num_batch_shards(model.mesh), model.mesh.shape[CONTEXT_AXIS]
         self._is_looped = is_looped = model.mesh.devices.flat[0].platform != "gpu"
 
-        def run(
+        def run_micro_batches(
             params: Params,
             sums: Any,
             batch: Batch,
@@ -169,7 +169,7 @@ class MicroBatchLoop:
             return jax.lax.fori_loop(start, stop, body, sums)
 
         self.program = CompiledFunction(
-            run,
+            run_micro_batches,
             name=name,
             variants=None,  # logit capacities, and sizes from `packing.fit_rows`
             donate_argnums=(1,),
@@ -259,7 +259,7 @@ class GradAccumulator:
         )
 
     def finish_metrics(self, statistics: Statistics | None) -> dict[str, Metric]:
-        """Return the final metrics, including metrics of the model's `statistics`."""
+        """Return the final metrics, including those that `statistics` computes."""
         metrics = {name: metric.finish(self.num_tokens) for name, metric in self.metrics.items()}
         if statistics is not None:
             measured = statistics.metrics(self.statistics)
@@ -300,7 +300,7 @@ class LoadBalanceStep:
 
     def __init__(self, model: Model):
         """Prepare the forward pass of `model`, which must have statistics."""
-        self._model, stats = model, model.architecture.statistics
+        self._model, stats = model, model.architecture.statistics_reader
         assert stats is not None
 
         def compute_statistics(params: Params, micro: Batch, logit_capacity: int) -> Any:
@@ -359,7 +359,10 @@ class GradientStep:
             shares_programs: True to share compiled programs with other instances for this loss,
                 see `cached_jit`; False for user code, which may be edited between runs.
         """
-        shardings, stats = param_shardings(model.mesh, model.trained), model.architecture.statistics
+        shardings, stats = (
+            param_shardings(model.mesh, model.trained),
+            model.architecture.statistics_reader,
+        )
         key: Hashable = None
         if shares_programs:
             key = join_keys(model.program_key, token_loss, temperature, entropy_gradient)
@@ -478,7 +481,7 @@ class UpdateStep:
         self._offload = offload
         self.gradient = GradientStep(model, token_loss, shares_programs=shares_programs, **settings)
         shardings = state_shardings(model.mesh, model.trained, optimizer)
-        statistics = model.architecture.statistics
+        statistics = model.architecture.statistics_reader
 
         def apply(
             state: TrainState, sums: GradAccumulator, lr_scale: jax.Array | None = None

@@ -7,7 +7,12 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from jaxrl.models.attention.reference import MASK_VALUE
-from jaxrl.sampling.next_token import filter_top_p, sample_tokens, sample_uniforms, select_kind
+from jaxrl.sampling.next_token import (
+    filter_top_p,
+    sample_tokens,
+    sample_uniforms,
+    select_sampling_method,
+)
 
 ALMOST_ONE = np.float32(1 - 2**-24)  # the largest float32 below 1
 draw_kind = jax.jit(sample_tokens, static_argnames="kind")
@@ -16,7 +21,7 @@ filter_top_p_jit = jax.jit(filter_top_p)
 
 def draw(logits, uniform, temperature, top_p=1.0):
     """Draw with the cheapest program for these settings."""
-    kind = select_kind(float(temperature), float(top_p))
+    kind = select_sampling_method(float(temperature), float(top_p))
     return draw_kind(logits, uniform, temperature, np.float32(top_p), kind=kind)
 
 

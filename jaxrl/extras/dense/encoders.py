@@ -31,7 +31,7 @@ from jaxrl.models.hf_weights import (
     check_shape,
     load_tensors,
     locate_hf_tensors,
-    missing_tensor_error,
+    make_missing_tensor_error,
     open_tensors,
 )
 from jaxrl.models.layers import LayerScan
@@ -283,7 +283,7 @@ def load_encoder(
     for name, location in locate_hf_tensors(model).items():
         if location.param in names:
             if name not in stored:
-                raise missing_tensor_error(Path(path), name, location, stored)
+                raise make_missing_tensor_error(Path(path), name, location, stored)
             check_shape(stored[name], location)
     shardings = dict.fromkeys(names, NamedSharding(mesh, P()))
     return load_tensors(model, stored, shardings, dtype=dtype)

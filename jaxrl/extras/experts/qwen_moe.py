@@ -241,7 +241,7 @@ class QwenMoeConfig(QwenConfig):
         return self.experts.kernel_checks
 
     @property
-    def statistics(self) -> routing.RouterStatistics:
+    def statistics_reader(self) -> routing.RouterStatistics:
         """Router statistics."""
         return routing.RouterStatistics()
 

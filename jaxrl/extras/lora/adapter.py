@@ -110,7 +110,7 @@ class Adapter(WrappedArchitecture):
         """See `WrappedArchitecture.memory_module`."""
         return "jaxrl.extras.lora.memory"
 
-    def check(self) -> None:
+    def check_files_and_settings(self) -> None:
         """Check that the adapter in `path` matches the configured adapter."""
         from jaxrl.extras.lora import files  # imported late, because it imports this module
 

@@ -25,9 +25,9 @@ from jaxrl.models.hf_weights import (
     canonicalize_name,
     gather_to_host,
     load_tensors,
-    open_and_validate,
     open_canonical_tensors,
     open_safetensors,
+    open_validated_tensors,
     read_tensor_dtypes,
     write_hf,
     write_json,
@@ -299,7 +299,7 @@ def save_merged(params: Params, adapter: Adapter, path: str | Path, *, source: s
     """
     host = {p: gather_to_host(leaf) for p, leaf in flatten_dict(params, sep="/").items()}
     model = adapter.model
-    stored = open_and_validate(Path(source), model)
+    stored = open_validated_tensors(Path(source), model)
     added = {
         f"{module}.weight": (target, layer_index)
         for target in adapter.targets

@@ -34,7 +34,11 @@ from jaxrl.builders.method import (
 from jaxrl.builders.resolved import ResolvedConfig
 from jaxrl.extras.plan.host import read_host_memory
 from jaxrl.models.architecture import Architecture
-from jaxrl.models.attention.choice import copies_pages, prefill_block_tokens, resolve_kernel_name
+from jaxrl.models.attention.choice import (
+    choose_prefill_block_tokens,
+    copies_pages,
+    resolve_kernel_name,
+)
 from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS
 from jaxrl.models.attention.reference import STEP_TOKENS
 from jaxrl.models.output import split_evenly
@@ -501,7 +505,7 @@ def _plan_sampling(config: ResolvedConfig, model: Architecture, target: Target) 
     if model.num_experts:
         sizes = mesh.shape["tensor"], mesh.shape["expert"]
         values += model.expert_terms(*sizes).prefill_activations
-    block = prefill_block_tokens(target.platform, model.num_heads, model.num_kv_heads)
+    block = choose_prefill_block_tokens(target.platform, model.num_heads, model.num_kv_heads)
     kv_step_bytes = 2 * (prefill_tokens // block) * STEP_TOKENS * token_bytes
     kv_step_bytes //= model.num_attention_layers
     prefill = {

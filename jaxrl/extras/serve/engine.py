@@ -168,9 +168,13 @@ class ServedEngine(Engine):
         for number in numbers:
             self._params[number] = SamplingParams(temperature, top_p)
 
-    def _select_chunk_kind(self, running: list[list[Row]]) -> str:
+    def _select_chunk_method(self, running: list[list[Row]]) -> str:
         """Return the cheapest sampling method for the settings of all running rows."""
-        kinds = {self._select_kind(*self._params[row.request]) for rows in running for row in rows}
+        kinds = {
+            self._select_sampling_method(*self._params[row.request])
+            for rows in running
+            for row in rows
+        }
         return max(kinds, key=next_token.KINDS.index)
 
     def _get_sampling_params(

@@ -122,7 +122,7 @@ def load_model(
     )
     policy = build_policy_architecture(resolved, architecture)
     if isinstance(policy, WrappedArchitecture):
-        policy.check()
+        policy.check_files_and_settings()
     # The host matches stop strings, which differ between requests, without the automaton.
     automaton = StopAutomaton(tokenizer.vocab_bytes, ())
     engine = build_engine(resolved, policy, mesh, automaton, tokenizer, kind=ServedEngine)

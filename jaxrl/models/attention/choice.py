@@ -78,7 +78,7 @@ def select_kernels(
         max(model.num_kv_heads // mesh.shape["tensor"], 1),
         model.head_dim,
     )
-    block = prefill_block_tokens(device.platform, model.num_heads, model.num_kv_heads)
+    block = choose_prefill_block_tokens(device.platform, model.num_heads, model.num_kv_heads)
     train_kernel, sampler_kernel = _select_cached(name, device, heads, dtype, block)
     attend_packed = train_kernel.function
     if train_kernel.name != "xla" or mesh.shape[CONTEXT_AXIS] > 1:
@@ -121,7 +121,7 @@ def _select_cached(
         # Shapes of decode and of prefill.
         return [make(num_queries=count) for count in (1, block)]
 
-    def select(table: Any, make_trials: Any, reference: Any) -> SelectedKernel:
+    def select_from_table(table: Any, make_trials: Any, reference: Any) -> SelectedKernel:
         # Import lazily: most processes use none, and one of them emits a JAX warning on import.
         kernels = {
             kernel: partial(pkgutil.resolve_name, table[device.platform][kernel])
@@ -129,9 +129,9 @@ def _select_cached(
         }
         return select_kernel(make_trials, kernels, reference, config_key=config_key)
 
-    return select(TRAIN_KERNELS, make_train_trials, XLA.attend_packed), select(
-        PAGED_KERNELS, make_sampler_trials, XLA.attend_pages
-    )
+    return select_from_table(
+        TRAIN_KERNELS, make_train_trials, XLA.attend_packed
+    ), select_from_table(PAGED_KERNELS, make_sampler_trials, XLA.attend_pages)
 
 
 def copies_pages(name: str, platform: str) -> bool:
@@ -142,7 +142,7 @@ def copies_pages(name: str, platform: str) -> bool:
     return name == "xla" and platform == "cpu"
 
 
-def prefill_block_tokens(platform: str, num_heads: int, num_kv_heads: int) -> int:
+def choose_prefill_block_tokens(platform: str, num_heads: int, num_kv_heads: int) -> int:
     """Return the number of tokens of one row in a prefill block.
 
     Each block reads its past from the cache. Smaller blocks are bound by the memory bandwidth, and
@@ -208,7 +208,7 @@ def _list_candidates(name: str, platform: str, head_dim: int, dtype: DTypeLike |
 
 
 def shard_attention(attend_packed: AttendPacked, mesh: Mesh | AbstractMesh) -> AttendPacked:
-    """Wrap `attend_packed` in `shard_map`, with rows split into pieces and heads over devices.
+    """Wrap `attend_packed` in `shard_map`, which splits rows into pieces and heads over devices.
 
     Queries, keys and values are pieces of rows, `[R * C, T / C, heads, H]`: for each device, the
     first pieces of its rows, then the second pieces, and so on. `key_ranges` covers complete rows.

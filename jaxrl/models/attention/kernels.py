@@ -80,10 +80,11 @@ def compute_key_ranges(
 ) -> Int[Array, "R 3 T"]:
     """Return the ranges of tokens that each token attends to, as three indices per token.
 
-    The first index is the start of the token's context, to which it attends up to itself. The
-    second and third are the start and end (exclusive) of the shared prompt, an empty range unless
-    the context continues another. A context whose first position is p > 0 continues the last
-    context before it that began at 0, and shares its first p tokens. Padding attends to itself.
+    The first index is the start of the token's context; the token attends from there through
+    itself. The second and third are the start and end (exclusive) of the shared prompt, an empty
+    range unless the context continues another. A context whose first position is p > 0 continues
+    the last earlier context that began at 0, and shares its first p tokens. Padding attends to
+    itself.
 
     Args:
         segment_ids: Segment of each token; 0 is padding. Within a segment, a new context begins

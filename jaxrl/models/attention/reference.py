@@ -106,7 +106,7 @@ def shift_key_ranges(
 def find_key_blocks(
     key_ranges: Iterable[jax.Array], index: jax.Array, size: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Find the key blocks before block `index` that its queries attend to.
+    """Find the key blocks before block `index` that the queries of that block attend to.
 
     Args:
         key_ranges: Ranges that the queries attend to, `[3, ...]`; see `kernels.compute_key_ranges`.
@@ -151,12 +151,12 @@ def _forward(
         index, q, key_ranges = block
         return _forward_block(index, q, key_ranges, k, v)
 
-    out, lse = jax.lax.map(step, (_query_block_indices(q, k), q, key_ranges))
+    out, lse = jax.lax.map(step, (_compute_query_block_indices(q, k), q, key_ranges))
     out, lse = checkpoint_name(out, "attended"), checkpoint_name(lse, "lse")
     return out, (q, k, v, key_ranges, out, lse)
 
 
-def _query_block_indices(q: jax.Array, k: jax.Array) -> jax.Array:
+def _compute_query_block_indices(q: jax.Array, k: jax.Array) -> jax.Array:
     """Return the key block index of each query block; queries are the last blocks."""
     return jnp.arange(len(k) - len(q), len(k))
 
@@ -242,7 +242,7 @@ def _backward(
 
     # Accumulate in the transposed layout of the matmuls, since transposing is slow on a CPU.
     zeros = jnp.zeros(k.swapaxes(3, 4).shape, jnp.float32)
-    blocks = (_query_block_indices(q, k), (q, key_ranges, lse, gradient, delta))
+    blocks = (_compute_query_block_indices(q, k), (q, key_ranges, lse, gradient, delta))
     (dk, dv), dq = jax.lax.scan(step, (zeros, zeros), blocks)
     dk, dv = (dk * scale).swapaxes(3, 4), dv.swapaxes(3, 4)
     return dq, dk.astype(k.dtype), dv.astype(v.dtype), None
@@ -367,8 +367,8 @@ def gather_past(
 
     On a CPU, a step takes 1.1 ms over contiguous arrays and 2.5 ms over pages, for 4 layers and 32
     rows of 128 tokens. The past is therefore copied once per chunk, with keys transposed, into
-    pieces that each double the length. The sums over a piece do not depend on the total length. A
-    row's result therefore does not depend on it either, bit for bit.
+    pieces that each double the length. Sums over a piece do not depend on the total length, so
+    neither does a row's result, bit for bit.
     """
     B, M = tables.shape
     K, page, H = keys.shape[1:]
@@ -409,15 +409,15 @@ def attend_past(
     K = keys.shape[1]
     grouped = q.reshape(B, K, N // K, H)
 
-    def scores(equation: str, keys: jax.Array, attention_mask: jax.Array) -> jax.Array:
+    def compute_scores(equation: str, keys: jax.Array, attention_mask: jax.Array) -> jax.Array:
         product = jnp.einsum(equation, grouped, keys, preferred_element_type=jnp.float32)
         return jnp.where(attention_mask, product * H**-0.5, MASK_VALUE)
 
-    local = scores("bkgh,bkch->bkgc", keys, jnp.arange(keys.shape[2]) <= index)
+    local = compute_scores("bkgh,bkch->bkgc", keys, jnp.arange(keys.shape[2]) <= index)
     parts, start = [(local, values)], 0
     for piece, piece_values in past:
         is_past = start + jnp.arange(piece.shape[3]) < limits[:, None]
-        piece_scores = scores("bkgh,bkhw->bkgw", piece, is_past[:, None, None])
+        piece_scores = compute_scores("bkgh,bkhw->bkgw", piece, is_past[:, None, None])
         parts.append((piece_scores, piece_values))
         start += piece.shape[3]
     return _apply_joint_softmax(parts).reshape(q.shape)

@@ -12,7 +12,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxrl.extras.kernels import attention_tpu as tpu
-from jaxrl.models.attention.choice import prefill_block_tokens
+from jaxrl.models.attention.choice import choose_prefill_block_tokens
 from jaxrl.models.attention.kernels import PAGE_TOKENS
 from tests.models.attention.brute import brute_force_pages, random_pages
 
@@ -117,12 +117,12 @@ def test_a_kernel_multiplies_no_page_but_live_ones_whenever_copies_come(copies, 
 
 
 def find_block_tokens(platform, heads):
-    return prefill_block_tokens(platform, heads.num_heads, heads.num_kv_heads)
+    return choose_prefill_block_tokens(platform, heads.num_heads, heads.num_kv_heads)
 
 
 def test_a_block_is_larger_where_a_tpu_would_wait_and_its_queries_fit():
     blocks = {name: find_block_tokens("tpu", heads) for name, heads in MODELS.items()}
     assert blocks == {"Qwen3-0.6B": 128, "Qwen3-4B": 64, "Qwen2.5-7B": 64, "Qwen3-30B-A3B": 64}
-    assert prefill_block_tokens("tpu", 32, 32) == 64  # 16 MiB of a v4 would not hold them
+    assert choose_prefill_block_tokens("tpu", 32, 32) == 64  # 16 MiB of a v4 would not hold them
     assert {find_block_tokens("gpu", heads) for heads in MODELS.values()} == {64}
-    assert prefill_block_tokens("cpu", 16, 8) == 16
+    assert choose_prefill_block_tokens("cpu", 16, 8) == 16

@@ -14,7 +14,7 @@ import pytest
 
 from jaxrl.extras.kernels import attention_gpu as gpu
 from jaxrl.extras.kernels import attention_tpu as tpu
-from jaxrl.models.attention.choice import prefill_block_tokens
+from jaxrl.models.attention.choice import choose_prefill_block_tokens
 from tests.helpers import ROOT
 from tests.programs import for_gpu, lowered_for_gpu, v6e_chip
 
@@ -77,7 +77,7 @@ PROGRAMS = ("decode", "read")
 
 def tpu_inputs(program, model, **settings):
     """Return inputs of 256 rows, or of blocks of 2,048 tokens."""
-    block = prefill_block_tokens("tpu", *HEADS[model][:2])
+    block = choose_prefill_block_tokens("tpu", *HEADS[model][:2])
     sizes = (256, 1) if program == "decode" else (2048 // block, block)
     return page_inputs(*sizes, *HEADS[model], 128, 64, "bfloat16", **settings)
 
