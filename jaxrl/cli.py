@@ -74,7 +74,7 @@ WORLD_FOLDER = Path("data/quickstart")
 
 
 def find_bundle_folder() -> Path:
-    """Return the folder with configs/ and examples/, in the installed wheel or the checkout."""
+    """Return the folder that contains configs/ and examples/: in the wheel or the checkout."""
     package = Path(__file__).parent
     installed = package / "bundled"
     return installed if installed.is_dir() else package.parent
@@ -100,15 +100,15 @@ def main() -> None:
         if not (WORLD_FOLDER / "questions_eval.jsonl").is_file():
             world = importlib.import_module("examples.quickstart_world")
             world.main([f"--out={WORLD_FOLDER}", "--seed=0"])
-        run("jaxrl.launch", [*QUICKSTART, *arguments])
+        run_module("jaxrl.launch", [*QUICKSTART, *arguments])
     if command not in SUBCOMMANDS:
         sys.exit(f"error: jaxrl {command}: expected {', '.join(['quickstart', *SUBCOMMANDS])}.")
     module, *preset_arguments = SUBCOMMANDS[command]
-    run(module, [*preset_arguments, *arguments])
+    run_module(module, [*preset_arguments, *arguments])
 
 
 def print_help(command: str) -> None:
-    """Print the description of a command in `DESCRIPTIONS`, and the flags with its prefix."""
+    """Print a command's description in `DESCRIPTIONS`, and the flags that start with its name."""
     print(DESCRIPTIONS[command], end="")
     launch = importlib.import_module("jaxrl.launch")
     for flag in launch.flags.FLAGS.get_key_flags_for_module(launch):
@@ -116,7 +116,7 @@ def print_help(command: str) -> None:
             print(f"  --{flag.name:<16}  {flag.help}")
 
 
-def run(module: str, arguments: Sequence[str]) -> NoReturn:
+def run_module(module: str, arguments: Sequence[str]) -> NoReturn:
     """Run a module like `python -m`, but in this process, and exit with its exit code."""
     sys.argv[1:] = [resolve_bundled_path(argument) for argument in arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -124,9 +124,10 @@ def run(module: str, arguments: Sequence[str]) -> NoReturn:
 
 
 def resolve_bundled_path(argument: str) -> str:
-    """Return the argument; replace a `configs/...` path that does not exist with the bundled file.
+    """Return the argument, with a `configs/...` path that does not exist replaced.
 
-    Also handles `--flag=configs/file.py:argument`.
+    The replacement is the file that ships with the package. Also handles
+    `--flag=configs/file.py:argument`.
     """
     flag, equals, value = argument.rpartition("=")
     path, colon, rest = value.partition(":")

@@ -30,7 +30,7 @@ from jaxrl.runtime import distributed
 from jaxrl.runtime.compilation import interruptible
 from jaxrl.sampling.interfaces import SamplingConfig, Seeds
 from jaxrl.sampling.weights import donate
-from jaxrl.training.failures import first_error
+from jaxrl.training.failures import describe_first_error
 from jaxrl.training.run_state import USER_CODE_SUFFIX, RunState
 from jaxrl.training.settings import STAGES
 from jaxrl.training.usage import UsageStats
@@ -50,7 +50,7 @@ def build_record(
     fingerprint: str = "",
     tool_environments: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return the JSON record of an evaluation: summaries and the answers to each question.
+    """Return the JSON record of an evaluation: summaries, and the answers to each question.
 
     Args:
         step: Global step, counted across all stages.
@@ -79,7 +79,7 @@ def build_record(
         "reward_weights": {suite: summary.weights for suite, summary in summaries.items()},
         "questions": {
             suite: [
-                build_question_record(t, first_error([t]))
+                build_question_record(t, describe_first_error([t]))
                 | (
                     compute_attribution(t)
                     if t.is_scored and t.task.environment in tool_environments
@@ -103,8 +103,8 @@ def write_results(path: Path, record: Mapping[str, Any], text: str) -> None:
 def read_metrics(path: Path, weights_step: int, fingerprint: str) -> dict[str, float] | None:
     """Return the metrics of an evaluation on disk, or None if it must be repeated.
 
-    Repeat an evaluation if its file is missing or damaged, if `weights_step` or `fingerprint`
-    differs, or if the environment failed, since the environment may work now.
+    It must be repeated if its file is missing or damaged, if `weights_step` or `fingerprint`
+    differs, or if the environment failed, which may work now.
     """
     try:
         record = read_object(path)
@@ -217,7 +217,9 @@ def run_suites(
             run_state.check_budget()
         groups = groups_by_suite[suite] = roll_out_suite(run_state, suite)
         prices, is_control = run_state.settings.ledger.prices, suite in CONTROL_SUITES
-        ledger += UsageStats.compute(flatten_groups(groups), prices, is_control=is_control)
+        ledger += UsageStats.from_trajectories(
+            flatten_groups(groups), prices, is_control=is_control
+        )
         run_state.pending_usage = ledger
     # Summarize, and free the cache for the update.
     summaries = {
@@ -261,7 +263,9 @@ def run_suites(
     # Report. `jaxrl evaluate` prints the tables; a training run prints a line per suite.
     label = run_state.progress.label if stage == "train" else stage
     unscored = [suite for suite, summary in summaries.items() if is_unscored(summary)]
-    errors = {suite: first_error(flatten_groups(groups_by_suite[suite])) for suite in unscored}
+    errors = {
+        suite: describe_first_error(flatten_groups(groups_by_suite[suite])) for suite in unscored
+    }
     for suite, error in errors.items():
         display.log(
             f"warning: {label} {suite}: no question could be scored, because every "

@@ -126,7 +126,7 @@ def main(argv: Sequence[str]) -> None:
                     _exit_with_error(error)
                 with peers or contextlib.nullcontext():
                     any_should_stop = peers.extend_to_job(should_stop) if peers else should_stop
-                    _run(config, workdir, any_should_stop, begun.set)
+                    _build_and_run(config, workdir, any_should_stop, begun.set)
     except SystemExit as end:
         # Look the module up: importing it here would load JAX in a run stopped before that.
         compilation = sys.modules.get("jaxrl.runtime.compilation")
@@ -144,7 +144,7 @@ def _print_exception(*raised: Any) -> None:
 
 
 def _load_config_and_job(argv: Sequence[str]) -> tuple[ConfigDict, Path, Job | None]:
-    """Return the validated configuration, the workdir, and the multi-process job, if any."""
+    """Return the validated configuration, the workdir, and the multi-process job or None."""
     try:
         config, workdir = _load_config(argv)
         # Imported late, so that a misspelled key is reported at once, without loading JAX.
@@ -184,7 +184,7 @@ def _load_config_and_job(argv: Sequence[str]) -> tuple[ConfigDict, Path, Job | N
     return config, workdir, job
 
 
-def _run(
+def _build_and_run(
     config: ConfigDict, workdir: Path, should_stop: Callable[[], bool], begin: Callable[[], None]
 ) -> None:
     """Build the run and execute its stages. Exit the process on errors.
@@ -266,8 +266,8 @@ def _run(
 class PreparedRun:
     """Validated run with its components. See `run.run` for the fields.
 
-    If `step` is set, calling this evaluates and exports the checkpoint of that step, and runs no
-    stages.
+    Calling the object runs the stages. If `step` is set, the call instead evaluates and exports the
+    checkpoint of that step.
     """
 
     settings: Settings
@@ -397,7 +397,7 @@ def _exit_with_code(error: Exception, code: int) -> NoReturn:
 def _fit_memory(
     config: ConfigDict, workdir: Path, *, ignore_memory_plan: bool = False
 ) -> list[str]:
-    """Choose micro-batch sizes that fit this host's devices, in place. Return log messages.
+    """Set micro-batch sizes that fit this host's devices in the config; return log messages.
 
     Raises:
         ValueError: The run does not fit, or it needs the memory plan and the `plan` extra is
@@ -464,7 +464,7 @@ _SETTING = re.compile(r"--?(no)?config\.")
 
 
 def parse_flags(argv: Sequence[str]) -> list[str]:
-    """Parse the flags. Return the other arguments, with `--config.key=value` settings last."""
+    """Parse the flags; return the other arguments, with `--config.key=value` settings last."""
     # Log to the current sys.stderr, which redacts secrets and prints above the live display.
     flags.FLAGS.set_default("logtostderr", True)
     settings = [argument for argument in argv if _SETTING.match(argument)]
@@ -520,7 +520,7 @@ def _exit_with_error(error: Exception, remedy: str = "", path: Path | None = Non
 
 
 def _has_remedy(error: Exception, folder: Path) -> bool:
-    """Return True for a system error about a file in `folder` with an entry in `REMEDIES`."""
+    """Return True if `REMEDIES` has an entry for a system error about a file in `folder`."""
     if not isinstance(error, OSError) or error.errno not in REMEDIES or not error.filename:
         return False
     return Path(os.fsdecode(error.filename)).absolute().is_relative_to(folder.absolute())

@@ -1,4 +1,4 @@
-"""Run the configured stages in order, resuming from the latest checkpoint if there is one."""
+"""Run the configured stages in order; resume from the latest checkpoint, if any."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def run(
     contents: Mapping[str, str] | None = None,
     record_start: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run the configured stages, resuming from the workdir's latest checkpoint if there is one.
+    """Run the configured stages; resume from the latest checkpoint in the workdir, if any.
 
     Args:
         settings: Settings of the stages.
@@ -68,8 +68,8 @@ def run(
         display: Progress display.
         should_stop: Function that returns True once the run must save and exit.
         contents: Fingerprints of the configured files, saved in checkpoints.
-        record_start: Function called once, after any checkpoint is restored. From then on, the
-            workdir belongs to this configuration.
+        record_start: Function called once, after a checkpoint, if any, is restored. From then on,
+            the workdir belongs to this configuration.
 
     Raises:
         Interrupted: `should_stop` returned True. Completed steps are saved.
@@ -110,7 +110,7 @@ def run(
 
 
 def open_checkpointer(settings: Settings, workdir: Path, display: Display) -> Checkpointer:
-    """Open the checkpoints of a run."""
+    """Open the checkpoints in a run's workdir."""
     return Checkpointer(
         workdir / "checkpoints",
         keep=settings.checkpoint.keep,
@@ -321,10 +321,10 @@ def load_run_state(
 
 
 def discard_rolled_back_output(workdir: Path, checkpointer: Checkpointer) -> list[dict[str, Any]]:
-    """Apply rollbacks decided after the latest checkpoint by removing or archiving later output.
+    """Remove or archive output that rollbacks after the latest checkpoint have made invalid.
 
     Returns:
-        All decisions if the last decision is newer than that checkpoint, else an empty list.
+        All rollback decisions if the last one is newer than that checkpoint, else [].
 
     Raises:
         CheckpointError: The decisions on disk are damaged, or there is no checkpoint to restore.
@@ -357,7 +357,7 @@ def discard_rolled_back_output(workdir: Path, checkpointer: Checkpointer) -> lis
 def apply_rollback(
     progress: Progress, decision: Mapping[str, Any], checkpointer: Checkpointer
 ) -> None:
-    """Update the restored progress with a rollback decision."""
+    """Apply a rollback decision to the restored progress."""
     changed = {"lr_scale": decision["lr_scale"], "num_roll_backs": decision["number"]}
     progress.watched = dataclasses.replace(progress.watched, acting=(), **changed)
     # Keep the cost of discarded steps and groups.
@@ -379,7 +379,7 @@ def make_run_state(
     contents: Mapping[str, str],
     **fields: Any,
 ) -> RunState:
-    """Create a run state. For the arguments, see `run`; `fields` are the state's other fields."""
+    """Create a run state; see `run` for the arguments. `fields` holds all other fields."""
     failures = FailureCounter(
         limit=settings.max_failed_steps, log=display.log, num_batches=progress.num_failed
     )
@@ -449,7 +449,7 @@ REPORT = "jaxrl.extras.view.report:write_report_or_warn"
 def build_restore_targets(
     components: Components, saved: dict[str, Any], restores_finished_stage: bool = False
 ) -> dict[str, Any]:
-    """Return abstract arrays of the items to restore from a checkpoint with progress `saved`.
+    """Return the items to restore from a checkpoint with progress `saved`, as abstract arrays.
 
     Always includes the parameters. If a stage is in progress, or finished and
     `restores_finished_stage` is set, also includes its optimizer state and, in stage `train`, the

@@ -1,4 +1,4 @@
-"""RL training loop: one function that runs each step, from sampling tasks to logging metrics."""
+"""RL training loop: sample groups, estimate advantages, update the policy, log metrics."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from jaxrl.training.collect import (
 from jaxrl.training.collector import Collector, make_sampler
 from jaxrl.training.controllers import Controllers, update_controllers, update_stage_gate
 from jaxrl.training.estimators import AdvantageEstimator
-from jaxrl.training.failures import explain_no_learning, has_learned
+from jaxrl.training.failures import explain_no_learning, has_updated_params
 from jaxrl.training.gradients import AccumulatedGradients, MinibatchPiece
 from jaxrl.training.interfaces import FinishTokenLog
 from jaxrl.training.method import Method, needs_divergences
@@ -95,9 +95,9 @@ class Learner:
     """
 
     def __init__(self, run_state: RunState, params: Params):
-        """Create the training state at the start of the stage; otherwise, restore it.
+        """Create the training state at the start of the stage; later in the stage, restore it.
 
-        `params` are the policy's parameters. The state takes ownership of them.
+        `params` are the policy's parameters, which the state owns from then on.
         """
         self.run_state = run_state
         components, self.method = run_state.components, run_state.components.method
@@ -143,7 +143,7 @@ class Learner:
         self._set_stage(dataclasses.replace(stage, shape=shape, update=update))
 
     def _begin_step(self) -> None:
-        """Discard the data collected for the last step."""
+        """Discard the groups and other data of the last step."""
         self._timer = StepTimer()
         self._collected: CollectedGroups | None = None
         self._is_streamed = False  # True if `collect` took the tasks
@@ -193,7 +193,7 @@ class Learner:
         self._begin_step()
 
     def _load_weights(self) -> None:
-        """Load the current weights into the sampler, unless they are loaded."""
+        """Load the current weights into the sampler, unless it already has them."""
         components = self.run_state.components
         if not self._has_weights:
             components.engine.set_weights(components.model.merge(self.state.params))
@@ -277,7 +277,7 @@ class Learner:
         return sampled.groups
 
     def sample(self, draws: Sequence[Draw], sampling: SamplingConfig) -> list[Group]:
-        """Sample groups outside of a step, with the current weights and without counting usage."""
+        """Sample groups with the current weights, outside of a step and its usage."""
         self._load_weights()
         run_state = self.run_state
         groups = run_state.components.rollout(draws, sampling, should_stop=run_state.should_stop)
@@ -409,7 +409,7 @@ class Learner:
     def _reduced_micro_rows(self) -> int:
         """Half the rows of a micro-batch, at least one per shard; 0 if no reduction is possible.
 
-        Another process of a job may not have run out of memory, so a job of several ends.
+        In a job of several processes, none is: the others may not have run out of memory.
         """
         num_shards = num_batch_shards(self.run_state.components.mesh)
         can_shrink = self.stage.halves_micro_rows and jax.process_count() == 1
@@ -422,7 +422,7 @@ class Learner:
         run_state, stage = self.run_state, self.stage
         scale = run_state.progress.watched.lr_scale
         method, update = self._select_loss(loss)
-        minibatches = self._pack(groups, method)
+        minibatches = self._pack_minibatches(groups, method)
         finish_token_log = None
         if self._token_logger:
             assert self._controllers is not None
@@ -475,7 +475,7 @@ class Learner:
         single = dataclasses.replace(method.optimizer, num_minibatches=1, num_epochs=1)
         method = dataclasses.replace(method, optimizer=single)
         groups = self._prepare_groups(groups)
-        [pieces] = self._pack(groups, method)
+        [pieces] = self._pack_minibatches(groups, method)
         if pieces:
             with interruptible(self.run_state.should_stop):
                 gradients = self._compute_gradients(pieces, update, method)
@@ -522,7 +522,7 @@ class Learner:
         return gradients
 
     def _select_loss(self, loss: Callable[..., Any] | None) -> tuple[Method, UpdateStep]:
-        """Return the method with a loss, and its update step; None selects the configured loss."""
+        """Return the method with the given or configured loss, and the update step for it."""
         if loss is None:
             return self.method, self.stage.update
         if loss not in self._custom_losses:
@@ -535,7 +535,7 @@ class Learner:
         return self._custom_losses[loss]
 
     def _prepare_groups(self, groups: Sequence[Group]) -> list[Group]:
-        """Check the groups of an update, and free the sampler for it."""
+        """Check the groups to train on, and free the sampler's memory for the update."""
         if self.run_state.is_stage_done:
             raise ValueError(
                 f"all config.num_steps={self.stage.num_steps} steps are done; raise it to continue."
@@ -558,8 +558,10 @@ class Learner:
         self._free_sampler()
         return groups
 
-    def _pack(self, groups: Sequence[Group], method: Method) -> list[list[MinibatchPiece]]:
-        """Pack groups into mini-batches, splitting large ones into pieces of the stage's shape."""
+    def _pack_minibatches(
+        self, groups: Sequence[Group], method: Method
+    ) -> list[list[MinibatchPiece]]:
+        """Pack groups into mini-batches; split large mini-batches into pieces of fixed shape."""
         run_state, mesh = self.run_state, self.run_state.components.mesh
         assert self._controllers is not None
         single = dataclasses.replace(method.optimizer, num_minibatches=1)
@@ -624,7 +626,7 @@ class Learner:
         run_state.pending_usage = UsageStats()
         progress.step, progress.stage_step = progress.step + 1, progress.stage_step + 1
         progress.value = None
-        progress.num_learned += has_learned(update_metrics) and stage.settings.lr > 0
+        progress.num_learned += has_updated_params(update_metrics) and stage.settings.lr > 0
         progress.compiled_sizes = dataclasses.replace(self._compiled_sizes)
         trajectories = flatten_groups(groups)
         failed = collected and describe_failures(collected.sampled_stats)
@@ -755,7 +757,7 @@ def prepare_training(run_state: RunState) -> None:
 
 
 def bootstrap_controllers(run_state: RunState) -> None:
-    """Initialize thresholds, difficulties and targets from a rollout before the first step.
+    """Initialize the controllers' thresholds, difficulties and targets from a first rollout.
 
     Uses the first `shaping.bootstrap_tasks` tasks (all if negative) and seeds that no step uses.
     """
@@ -789,7 +791,7 @@ BOOTSTRAP_STEP = 2**31 - 1
 
 
 def update_gate(run_state: RunState, eval_metrics: Mapping[str, float]) -> None:
-    """Update the stage gate, if the method has one, with the accuracy of greedy decoding."""
+    """Update the method's stage gate, if any, with the accuracy of greedy decoding."""
     if not eval_metrics:
         return
     part = run_state.settings.evaluation.correct

@@ -23,7 +23,7 @@ Params = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """Task to roll out. Its index in the task stream seeds the samples."""
+    """Task to roll out, with its index in the task stream, which seeds the samples."""
 
     task: Task
     stream_index: int
@@ -33,7 +33,7 @@ class Draw:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenStep:
-    """Sampled token."""
+    """Id, text, log-probability and position of a sampled token."""
 
     token_id: int
     token_text: str
@@ -43,7 +43,7 @@ class TokenStep:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Divergence:
-    """Divergence of the pre-update policy from the reference along one trajectory.
+    """Divergence of the pre-update policy from the reference policy on one trajectory.
 
     Arrays are 0 at tokens that are not trained on.
     """
@@ -175,7 +175,7 @@ class Trajectory:
 
     @property
     def query(self) -> str:
-        """Question of the task, or else the last user message of its chat."""
+        """Question of the task; without one, the last user message of the task's chat."""
         if self.task.question is not None:
             return self.task.question
         user_messages = [m["content"] for m in self.task.messages or () if m["role"] == "user"]
@@ -183,7 +183,7 @@ class Trajectory:
 
     @property
     def pictures(self) -> list[Picture]:
-        """Original images in the order of `attachments`: the task's, then those from tools."""
+        """Original images in the order of `attachments`: those of the task, then those of tools."""
         return [*self.task.images, *(image for turn in self.turns for image in turn.images)]
 
     @property
@@ -198,7 +198,7 @@ class Trajectory:
 
     @property
     def error(self) -> str:
-        """Message of the environment error; "" if there was none."""
+        """Message of the environment error; "" without one."""
         texts = [turn.error for turn in self.turns if turn.error]
         return "" if self.is_scored else texts[-1] if texts else "no error message"
 
@@ -253,7 +253,7 @@ class Trajectory:
 
     @property
     def generated_text(self) -> str:
-        """Text of the opener and of everything after the prompt, including observations."""
+        """Text of the response, with observations and the start that the chat template writes."""
         text = "".join(turn.text + (turn.observation or "") for turn in self.turns)
         return self.opener + text
 
@@ -288,7 +288,7 @@ class Trajectory:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """All trajectories of one draw of a task, in the order of `sample_index`."""
+    """All trajectories of one `Draw`, in the order of `sample_index`."""
 
     trajectories: tuple[Trajectory, ...]  # at least one
 
@@ -321,7 +321,7 @@ class GroupStats:
     environment: str = ""  # environment of the task; see `Task`
 
     @classmethod
-    def compute(cls, group: Group) -> GroupStats:
+    def from_group(cls, group: Group) -> GroupStats:
         """Compute the statistics of a group."""
         entropies = [t.mean_entropy for t in group.scored_trajectories]
         return cls(
@@ -354,7 +354,7 @@ def flatten_groups(groups: Sequence[Group]) -> list[Trajectory]:
 
 
 def replace_fields(groups: Sequence[Group], **columns: Sequence[Any]) -> list[Group]:
-    """Return copies of the groups whose trajectories have new values in the given fields.
+    """Return copies of the groups, with new values in the given fields of their trajectories.
 
     Args:
         groups: Groups to copy.
@@ -418,7 +418,7 @@ def set_advantages(
 
 
 class Columns:
-    """Arrays over the N trajectories of a list of groups, as inputs of objectives.
+    """Arrays over the N trajectories of a list of groups, for objectives to take as arguments.
 
     Objectives request an array by naming a parameter after it. The trajectories of a group are
     contiguous. N includes trajectories with environment errors, whose group index is -1.
@@ -527,7 +527,7 @@ class Batch:
 
 @struct.dataclass
 class TrainState:
-    """Parameters, optimizer state and counters, which the update step changes."""
+    """Parameters, optimizer state and counters, as changed by the update step."""
 
     params: Params  # float32 master weights
     opt_state: Any

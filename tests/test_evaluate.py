@@ -419,7 +419,7 @@ def test_attribution_without_exact_match_does_not_say_what_is_right():
 def test_usage_is_read_with_an_evaluation(tmp_path):
     path = tmp_path / "evaluate_3.json"
     assert read_usage(path) == UsageStats()
-    usage = UsageStats.compute(attributed(), {"search": 0.5})
+    usage = UsageStats.from_trajectories(attributed(), {"search": 0.5})
     write_results(path, {"ledger": usage.to_json()}, "")
     assert read_usage(path) == usage
     assert usage.usage.cost == 3.5  # seven searches, including the failed one

@@ -302,7 +302,7 @@ class TestFaultsOfTheMachine:
             )
             config = debug_tiny.get_config(str(tiny_world))
             with pytest.raises(SystemExit) as raised:
-                launch._run(resolve_names(config), tmp_path, lambda: False, lambda: None)
+                launch._build_and_run(resolve_names(config), tmp_path, lambda: False, lambda: None)
             return raised.value.code
 
         return run_until_error

@@ -48,7 +48,7 @@ class TestGroup:
         assert flatten_groups([]) == []
 
     def test_group_stats_by_hand(self):
-        mixed, lone, failed = (GroupStats.compute(group) for group in GROUPS)
+        mixed, lone, failed = (GroupStats.from_group(group) for group in GROUPS)
         assert mixed == GroupStats(
             task_id="t0",
             num_correct=1,
@@ -60,7 +60,7 @@ class TestGroup:
         assert (lone.num_correct, lone.num_scored, lone.error) == (1, 1, "")
         assert (failed.num_correct, failed.num_scored) == (0, 0)
         assert math.isnan(failed.mean_entropy)
-        wrong = GroupStats.compute(Group(trajectories=(make_trajectory(),)))
+        wrong = GroupStats.from_group(Group(trajectories=(make_trajectory(),)))
         kinds = [stats.kind for stats in (mixed, lone, wrong, failed)]
         assert kinds == ["mixed", "all_right", "all_wrong", "failed"]
 

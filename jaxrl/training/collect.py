@@ -42,7 +42,7 @@ DivergenceFn = Callable[[Sequence[Group]], list[Group]]
 
 
 class NotEnoughGroupsError(ValueError):
-    """Raised if `filter.max_batches` batches yield too few groups, or if every task is skipped."""
+    """Error raised if `filter.max_batches` batches give too few groups or all tasks are skipped."""
 
 
 FATAL_ERRORS = (
@@ -94,7 +94,7 @@ _GROUP_FIELDS = ("groups", "buffered_groups")
 
 @dataclass(kw_only=True)
 class StepSampler:
-    """Sampler of a step's groups on all processes, with their total usage."""
+    """Sampler of a step's groups on all processes, which also adds up their usage."""
 
     rollout: RolloutFunction  # rollout over all processes
     sampling: SamplingConfig
@@ -121,18 +121,18 @@ class StepSampler:
         groups = [group for group in sampled if group is not None]
         self.unfinished = [d for d, group in zip(draws, sampled, strict=True) if group is None]
         self.call_records += [record for t in flatten_groups(groups) for record in t.call_records]
-        self.usage += UsageStats.compute(flatten_groups(groups), self.prices)
+        self.usage += UsageStats.from_trajectories(flatten_groups(groups), self.prices)
         self.on_usage(self.usage)
         return groups
 
     def sample_with_retries(self, draws: Sequence[Draw], attempts: int) -> tuple[list[Group], int]:
-        """Sample groups; resample groups with neither a positive reward nor an abstention.
+        """Sample groups, and resample those with neither a positive reward nor an abstention.
 
         BAPO (https://arxiv.org/abs/2601.11037): each attempt replaces the complete group, and the
         last attempt is used regardless of its rewards.
 
         Returns:
-            The groups, and the number of resampled groups, counted once per attempt.
+            The groups, and the number of times that a group was resampled.
         """
         groups = self.sample(draws)
         num_resampled = 0
@@ -173,8 +173,8 @@ def collect(
         num_tasks_taken: Number of tasks that earlier steps took from the stream.
         buffered_groups: Surplus groups from earlier steps.
         in_flight_tasks: Stream indices of tasks that earlier steps started but did not finish.
-        controllers: Controllers before the step. They contain the tasks to skip, the stage (early
-            or late), and the KL coefficient for the filter.
+        controllers: Controllers before the step, for the tasks to skip, the stage (early or late),
+            and the KL coefficient of the filter.
         add_divergences: Function that measures divergences, for a filter on rewards minus the KL
             penalty.
         failures: Counter of failed batches, which also logs warnings.
@@ -211,7 +211,7 @@ def collect(
         if settings.uses_kl_penalty:
             shaped = add_divergences(shaped)
         accepted += _filter_groups(shaped, groups, method, controllers.get_kl_coef(method.kl))
-        sampled_stats += map(GroupStats.compute, shaped)
+        sampled_stats += map(GroupStats.from_group, shaped)
         num_batches += 1
         num_resampled += num_retried
         num_generated += len(flatten_groups(groups)) + num_retried * method.group_size
@@ -283,7 +283,7 @@ def draw_tasks(
 
 
 def _describe_kinds(sampled_stats: Sequence[GroupStats]) -> str:
-    """Describe the number of groups of each kind, and the first error."""
+    """Describe the number of groups of each kind (`GROUP_KINDS`), and the first error."""
     kinds = Counter(group.kind for group in sampled_stats)
     counts = [(kinds[kind], kind.replace("_", " ")) for kind in GROUP_KINDS if kinds[kind]]
     shares = ", ".join(f"{count} {name}" for count, name in counts)

@@ -1,4 +1,4 @@
-"""Collection of each training step's groups, in the step itself or during the previous step."""
+"""Collection of the groups of each training step, in that step or during the previous one."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from jaxrl.training.usage import UsageStats
 
 @dataclass(kw_only=True)
 class Collector:
-    """Collector of the groups of each step, when the step starts or one step ahead.
+    """Collector of the groups of each step, at the start of the step or one step ahead.
 
     Prefetched groups use the weights from before the current step's update, and the controllers
-    that `update_controllers` returned in that step. The step's evaluation updates the stage gate
-    later, so prefetched groups use the old gate.
+    that `update_controllers` returned in the current step. They use the old stage gate, because the
+    evaluation that updates it comes later.
     """
 
     run_state: RunState
@@ -60,7 +60,7 @@ class Collector:
     ) -> CollectedGroups:
         """Sample a group for each of `tasks` in the current step, without a filter.
 
-        `first` is the stream index of the first task, and seeds the samples.
+        `first` is the stream index of the first task. The samples' seeds depend on it.
         """
         method, progress = self.run_state.components.method, self.run_state.progress
         no_filter = dataclasses.replace(

@@ -46,9 +46,10 @@ KL_BUDGETS: Mapping[str, float] = {"easy": 0.05, "medium": 0.1, "hard": 0.2}
 def grade_difficulty(
     num_correct: int, num_samples: int, *, min_accuracies: Sequence[float] = (2 / 3, 1 / 3)
 ) -> str:
-    """Return a task's difficulty: easy or medium from the accuracies `min_accuracies`, else hard.
+    """Return a task's difficulty: easy, medium or hard.
 
-    ARES (https://arxiv.org/abs/2510.08457). Division rounds correctly, so 2 of 3 reaches 2/3.
+    ARES (https://arxiv.org/abs/2510.08457). `min_accuracies` has the minimum accuracies of easy and
+    medium tasks. Division rounds correctly, so 2 of 3 reaches 2/3.
     """
     easy, medium = min_accuracies
     accuracy = num_correct / num_samples
@@ -69,7 +70,7 @@ class DifficultyBuckets:
         *,
         min_accuracies: Sequence[float] = (2 / 3, 1 / 3),
     ) -> DifficultyBuckets:
-        """Update after one batch; groups of the same task are counted together."""
+        """Grade the tasks of one batch again; groups of the same task are counted together."""
         counts: dict[str, tuple[int, int]] = {}
         for task_id, right, total in zip(task_ids, num_correct, num_samples, strict=True):
             before_right, before_total = counts.get(task_id, (0, 0))
@@ -98,12 +99,12 @@ class EntropyCoefficients:
         rate: float = 0.05,
         max_alpha: float = 2.0,
     ) -> EntropyCoefficients:
-        """Update after one batch of groups.
+        """Update alpha and the target of each bucket after one batch of groups.
 
-        ARES (https://arxiv.org/abs/2510.08457): alpha changes by `rate` times the mean count minus
-        the target. It rises with the count for easy and medium tasks, where it scales a penalty,
-        and falls for hard tasks, where it scales a bonus. Then the rounded mean becomes the target.
-        The released code updates the target first, so alpha there reacts only to the rounding.
+        ARES (https://arxiv.org/abs/2510.08457): alpha changes by `rate * (mean_count - target)`. It
+        rises with the count for easy and medium tasks, where it scales a penalty. It falls for hard
+        tasks, where it scales a bonus. Then the rounded mean becomes the target. The released code
+        updates the target first, so alpha there reacts only to the rounding.
 
         A bucket without groups does not change. A bucket without a target gets only a target.
 
@@ -141,7 +142,7 @@ class KLBudget:
         budgets: Mapping[str, float] = KL_BUDGETS,
         rate: float = 0.01,
     ) -> KLBudget:
-        """Set measured buckets' multipliers to `max(0, multiplier + rate * (kl - budget))`.
+        """Set each measured bucket's multiplier to `max(0, multiplier + rate * (kl - budget))`.
 
         ARES (https://arxiv.org/abs/2510.08457). The multiplier scales the configured coefficient;
         the released code multiplies the previous coefficient instead.
@@ -169,14 +170,14 @@ class StageGate:
     is_late: bool = False
 
     def update(self, value: float, *, max_tolerance: int = 5) -> StageGate:
-        """Update after one validation.
+        """Update the gate after one validation.
 
-        BAPO (https://arxiv.org/abs/2601.11037). The late stage begins permanently after more than
-        `max_tolerance` validations below the best so far. They need not be consecutive.
+        BAPO (https://arxiv.org/abs/2601.11037). The late stage begins, permanently, after more than
+        `max_tolerance` validations below the best so far, consecutive or not.
 
         Args:
             value: Mean correctness without bonuses. NaN changes nothing.
-            max_tolerance: Number of tolerated validations below the best.
+            max_tolerance: Maximum number of validations below the best in the early stage.
         """
         if math.isnan(value):
             return self
@@ -275,10 +276,10 @@ class EntropyThreshold:
         percentile: float = 95.0,
         decay: float = 0.99,
     ) -> EntropyThreshold:
-        """Move the threshold toward the samples' median window-entropy percentile.
+        """Move the threshold toward an estimate: the median of the samples' entropy percentiles.
 
-        The first estimate becomes the value. Later estimates update it to
-        `decay * value + (1 - decay) * estimate`. Samples that have no windows are ignored, as are
+        The first estimate becomes the threshold. Later estimates update it to
+        `decay * threshold + (1 - decay) * estimate`. Samples without windows are ignored, as are
         samples with a non-finite value, which would stay in the average forever. If no samples
         remain, nothing changes.
 
@@ -301,7 +302,7 @@ class EntropyThreshold:
 
 @dataclass(frozen=True)
 class SkipSet:
-    """Tasks that are no longer sampled: all of their samples were correct with low entropy."""
+    """Tasks that are no longer sampled, because all samples were correct with low entropy."""
 
     task_ids: dict[str, float] = field(default_factory=dict)  # mean entropy in nats by task id
 
@@ -318,14 +319,14 @@ class SkipSet:
         *,
         threshold: float,
     ) -> SkipSet:
-        """Update after one batch of groups. A skipped task stays skipped.
+        """Add the tasks of all-correct, low-entropy groups. A skipped task stays skipped.
 
         ARES (https://arxiv.org/abs/2510.08457).
 
         Args:
             task_ids: Task of each group.
-            num_correct: Correct trajectories of each group.
-            num_samples: Trajectories of each group.
+            num_correct: Number of correct trajectories of each group.
+            num_samples: Number of trajectories of each group.
             mean_entropies: Mean entropy per sampled token of each group, in nats.
             threshold: Entropy in nats below which an all-correct group's task is skipped.
         """
@@ -393,7 +394,7 @@ class Controllers:
         return self.kl.coef if isinstance(self.kl, AdaptiveKL | LogKL) else kl.coef
 
     def metrics(self) -> dict[str, Any]:
-        """Return all states as metrics `controller/<name>/<field>`; sets of tasks become counts."""
+        """Return all states as metrics `controller/<name>/<field>`, with sets of tasks as sizes."""
         states = dataclasses.asdict(self)
         if self.buckets is not None:
             counts = Counter(self.buckets.buckets.values())

@@ -20,7 +20,7 @@ class AdvantageEstimator:
     """Configured advantage estimator. Advantages are 0 after environment errors."""
 
     def __init__(self, advantage: AdvantageSettings, seed: int):
-        """Prepare the estimator, which compiles on first use. Stochastic estimators use `seed`."""
+        """Prepare the estimator, which compiles on first use. `seed` is for those that sample."""
         self._advantage, self._seed = advantage, seed
         estimator, function = advantage.estimator, advantage.estimator.function
         names = self._arrays = estimator.arguments
@@ -40,7 +40,7 @@ class AdvantageEstimator:
         self._function = wrap_user_code(estimator.key, estimator.name, compiled)
 
     def get_scheduled_settings(self, stage_step: int) -> dict[str, Any]:
-        """Return the values of scheduled settings after `stage_step` steps of the stage."""
+        """Return the scheduled settings and their values after `stage_step` steps of the stage."""
         settings = {}
         for name, pairs in self._advantage.schedules.items():
             past_values = [value for step, value in pairs if step <= stage_step]
@@ -100,7 +100,7 @@ class AdvantageEstimator:
 
 
 def compute_returns(columns: Columns, advantage: AdvantageSettings) -> np.ndarray:
-    """Compute the return from each turn onward [N, K], or the rewards [N, 1] if not `by_turn`."""
+    """Compute returns from each turn onward [N, K] if `advantage.by_turn`, else rewards [N, 1]."""
     if not advantage.by_turn:
         return columns.rewards[:, None]
     rest, turns = columns.outcome_rewards, columns.turn_rewards

@@ -41,7 +41,7 @@ class FailureCounter:
             self.num_batches = 0
             return
         self.num_batches += 1
-        error = first_error(batch)
+        error = describe_first_error(batch)
         self.log(
             f"warning: each of the {len(batch)} episodes of this batch ended in an environment "
             f"error; the first: {error}"
@@ -69,8 +69,8 @@ class FailureCounter:
             )
 
 
-def first_error(trajectories: Iterable[Trajectory]) -> str:
-    """Return the first environment error as one short line, or ""."""
+def describe_first_error(trajectories: Iterable[Trajectory]) -> str:
+    """Return the first environment error as one short line; "" if there is none."""
     return next((truncate_to_line(t.error) for t in trajectories if not t.is_scored), "")
 
 
@@ -80,8 +80,8 @@ def truncate_to_line(text: str) -> str:
     return line if len(line) <= _MAX_ERROR_CHARS else f"{line[:_MAX_ERROR_CHARS]} …"
 
 
-def has_learned(update_metrics: Sequence[Mapping[str, Metric]]) -> bool:
-    """Return True if any optimizer step had a nonzero gradient and was applied."""
+def has_updated_params(update_metrics: Sequence[Mapping[str, Metric]]) -> bool:
+    """Return True if any optimizer step with a nonzero gradient was applied."""
     return any(
         0 < float(m["grad_norm"].value) < math.inf and not m["skipped"].value
         for m in update_metrics

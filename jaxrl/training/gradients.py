@@ -24,7 +24,7 @@ class MinibatchPiece:
 
 @dataclass(frozen=True, kw_only=True)
 class AccumulatedGradients:
-    """Gradient accumulated over pieces, equal to the gradient of the complete mini-batch."""
+    """Gradient accumulated over pieces; with all pieces, it equals that of the mini-batch."""
 
     sums: GradAccumulator
     counts: np.ndarray  # int [N], trained tokens of each trajectory

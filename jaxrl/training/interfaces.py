@@ -55,10 +55,10 @@ class MetricWriter(Protocol):
         """Add a table of trajectories to the next record, for the trackers."""
 
     def write(self, step: int, stage: str, metrics: Mapping[str, float]) -> None:
-        """Append a record."""
+        """Append a record with the metrics of a step."""
 
     def write_sign(self, step: int, stage: str, sign: Mapping[str, Any]) -> None:
-        """Append a sign of collapse."""
+        """Append a record of a sign of collapse."""
 
     def close(self) -> None:
         """Close the log."""
@@ -79,8 +79,8 @@ class ProgressBar(Protocol):
     def show_activity(self, text: str) -> None:
         """Show the run's current activity."""
 
-    def make_counter(self, what: str) -> Callable[[int, int], None]:
-        """Return a function that shows progress, called with the number done and the total."""
+    def make_counter(self, label: str) -> Callable[[int, int], None]:
+        """Return a callback `(done, total)` that shows progress."""
 
     def stop(self) -> None:
         """End the progress line."""

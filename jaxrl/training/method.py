@@ -130,7 +130,7 @@ class WatchSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
-    """Settings of `optimizer`, or of `sft.optimizer`, which lacks the last three fields."""
+    """Settings of `optimizer` or `sft.optimizer`; only `optimizer` sets the last three fields."""
 
     lr: float
     schedule: NamedFunction  # from `optimizer.SCHEDULES`, or custom; follows the warm-up
@@ -221,7 +221,7 @@ def needs_divergences(kl: KLSettings) -> bool:
 
 
 def has_kl_loss(kl: KLSettings) -> bool:
-    """Return True if the loss of every token has a KL term."""
+    """Return True if the loss of each token has a KL term."""
     return kl.coef != 0 and kl.apply_to == "loss"
 
 

@@ -40,9 +40,8 @@ def make_minibatches(
 
     Environment errors and trajectories that `filter.trajectories` drops are excluded; dropped
     trajectories still count toward their group's statistics. With `optimizer.skip_signal_free`,
-    trajectories with an advantage of 0 go to `PackedBatch.rest`, which yields metrics but no
-    gradient. This does not apply if another loss term gives such trajectories a gradient. They
-    still count toward `loss.aggregation`.
+    trajectories with an advantage of 0 go to `PackedBatch.rest`, unless another loss term gives
+    them a gradient. The rest yields metrics but no gradient, and counts toward `loss.aggregation`.
 
     Args:
         groups: Groups with advantages, and with divergences if the method needs them.
@@ -75,7 +74,7 @@ def make_minibatches(
 def split_minibatches(
     groups: Sequence[Group], controllers: Controllers, method: Method
 ) -> Iterator[tuple[dict[int, Trajectory], dict[str, list[np.ndarray]]]]:
-    """Yield each mini-batch's trajectories to train on, and their per-token fields.
+    """Yield the trajectories to train on and their per-token fields, for each mini-batch.
 
     Trajectories are keyed by their index in `flatten_groups(groups)`.
     """
@@ -165,7 +164,7 @@ def loss_weights(masks: Sequence[np.ndarray], loss: LossSettings) -> list[np.nda
 
 
 def with_loss_mask(trajectory: Trajectory, loss: LossSettings) -> Trajectory:
-    """Add observations, except repeated tokens, to the loss mask if not `mask_observations`."""
+    """Add observations without repeated tokens to the loss mask unless `mask_observations`."""
     if loss.mask_observations:
         return trajectory
     is_response = np.arange(len(trajectory.token_ids)) >= trajectory.prompt_length

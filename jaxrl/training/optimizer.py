@@ -34,10 +34,10 @@ def make_optimizer(settings: OptimizerSettings) -> optax.GradientTransformation:
     """Return AdamW with global-norm gradient clipping; equal settings share one object."""
     # A custom schedule may be edited between two runs in one process, so it is never shared.
     key = None if settings.schedule.is_user_code else settings
-    return get_or_create(partial(_adamw, settings), name="optimizer", key=key)
+    return get_or_create(partial(_make_adamw, settings), name="optimizer", key=key)
 
 
-def _adamw(settings: OptimizerSettings) -> optax.GradientTransformation:
+def _make_adamw(settings: OptimizerSettings) -> optax.GradientTransformation:
     adamw = optax.adamw(
         make_schedule(settings),
         b1=settings.beta1,
@@ -51,7 +51,7 @@ def _adamw(settings: OptimizerSettings) -> optax.GradientTransformation:
 
 
 def constant(peak: float) -> optax.Schedule:
-    """Return a constant schedule."""
+    """Return a schedule that is constant at `peak`."""
     return optax.constant_schedule(peak)
 
 

@@ -33,7 +33,7 @@ MAX_SIZES = 16
 
 
 class TokenSequence(Protocol):
-    """Protocol of trajectories and demonstrations to pack."""
+    """Protocol of the sequences to pack: trajectories and demonstrations."""
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -121,9 +121,10 @@ class BatchShape:
         return dataclasses.replace(self, num_micro=num_micro, row_tokens=row_tokens)
 
     def with_size_saving(self, num_params: int, platform: str, num_devices: int) -> BatchShape:
-        """Return a shape that adds a size once it repays its compilation; see `COMPILATION_FLOPS`.
+        """Return a shape that adds a size once it saves more time than its compilation takes.
 
-        Training takes 6 FLOPs per parameter and token (https://arxiv.org/abs/2001.08361).
+        Training takes 6 FLOPs per parameter and token (https://arxiv.org/abs/2001.08361);
+        `COMPILATION_FLOPS` is the cost of compilation.
         """
         num_slots = self.num_micro * self.micro_rows * self.row_tokens
         compilation = COMPILATION_FLOPS[platform] * num_devices
@@ -148,8 +149,8 @@ class BatchShape:
             micro_rows: Number of full-length sequences that a micro-batch holds.
             row_tokens: Length of the longest sequence.
             shards_with_prompts: Number of row shards if the attention kernels support shared
-                prompts, else 0. Each device then has one long row per micro-batch instead of
-                several, so more sequences share a prompt and there is less padding. These kernels
+                prompts, else 0. If they do, each device has one long row per micro-batch instead
+                of several: more sequences share a prompt, and there is less padding. These kernels
                 skip tokens that are not attended to.
             settings: Other fields of the shape.
         """
@@ -247,7 +248,7 @@ def split_contexts(sequence: TokenSequence) -> list[slice]:
 
 
 def select_arrays(sequence: TokenSequence, shape: BatchShape) -> dict[str, np.ndarray]:
-    """Return the recorded arrays `[L, ...]` of a sequence that are named in `shape`."""
+    """Return a sequence's recorded arrays `[L, ...]` that `shape` names."""
     recorded = sequence.token_arrays
     return {name: recorded[name] for name in shape.token_arrays if name in recorded}
 
@@ -310,7 +311,7 @@ def compute_sequence_sizes(
 def _has_equal_prefix(
     sequence: TokenSequence, context: slice, num_shared: int, shape: BatchShape
 ) -> bool:
-    """Return True if a context begins with the sequence's prefix and excludes it from the loss."""
+    """Return True if a context begins with the shared prefix, which has no loss there."""
     span = slice(context.start, context.start + num_shared)
     arrays = [sequence.token_ids, *select_arrays(sequence, shape).values()]
     is_equal = all(np.array_equal(x[span], x[:num_shared]) for x in arrays)

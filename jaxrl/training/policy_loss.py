@@ -60,14 +60,14 @@ def _build_policy_loss(loss: LossSettings, kl: KLSettings) -> TokenLoss:
         old = current if batch.old_logprobs is None else batch.old_logprobs
         computed = {"logprobs": logprobs, "old_logprobs": old, "entropies": entropies}
 
-        def apply(function: NamedFunction) -> Any:
+        def call_with_arrays(function: NamedFunction) -> Any:
             arrays = (
                 computed[n] if n in computed else getattr(batch, n) for n in function.arguments
             )
             return function(*arrays)
 
         # The policy term. The update multiplies it by `token_weights` (minibatches.py).
-        values, loss_metrics = apply(policy_loss)
+        values, loss_metrics = call_with_arrays(policy_loss)
         # Observations that are trained on have no sampler log-probability.
         is_sampled = mask if loss.mask_observations else mask & (batch.rollout_logprobs != 0)
         logprob_diff = jnp.where(is_sampled, old - batch.rollout_logprobs, 0.0)
@@ -87,12 +87,12 @@ def _build_policy_loss(loss: LossSettings, kl: KLSettings) -> TokenLoss:
             metrics["rollout_corr/weight_mean"] = Metric(weights)
             metrics["rollout_corr/weight_square_mean"] = Metric(weights**2)
         if loss.token_filter is not None:  # in objectives/losses.py
-            passes_filter = apply(loss.token_filter)
+            passes_filter = call_with_arrays(loss.token_filter)
             values = jnp.where(passes_filter, values, 0.0)
             metrics["actor/gated_share"] = Metric(jnp.where(mask & ~passes_filter, 1.0, 0.0))
         metrics["actor/pg_loss"] = Metric(values, "loss")
         if loss.term is not None:  # in objectives/losses.py
-            term_values, term_metrics = apply(loss.term)
+            term_values, term_metrics = call_with_arrays(loss.term)
             values = values + loss.term_coef * term_values
             metrics |= {f"actor/{name}": Metric(value) for name, value in term_metrics.items()}
             metrics["actor/term_loss"] = Metric(term_values, "loss")

@@ -27,11 +27,11 @@ from jaxrl.types import Batch, Divergence, Group, Params, Trajectory, flatten_gr
 def make_kl_fn(
     score: ScoreStep, mesh: Mesh, shape: BatchShape, method: Method
 ) -> Callable[[Sequence[Group], Params, Params], list[Group]]:
-    """Return a function that measures the divergence of scored trajectories that lack it.
+    """Return a function that adds missing divergences from the reference policy to groups.
 
-    Trajectories are packed into batches of `shape.num_sequences` and scored by the program that
-    also scores mini-batches. The last bits of a result may depend on which trajectories are packed
-    together.
+    Trajectories with environment errors are skipped. The others are packed into batches of
+    `shape.num_sequences`; the program that scores mini-batches computes their log-probabilities.
+    The last bits of a result may depend on which trajectories are packed together.
     """
     # Objectives take one micro-batch, so map over the leading axis.
     estimate_kl = jax.vmap(partial(kl_estimate, estimator=method.kl.estimator))
@@ -89,7 +89,7 @@ def compute_per_token(
     shape: BatchShape,
     compute: Callable[[Batch, PackedBatch], Sequence[jax.Array]],
 ) -> Iterator[tuple[np.ndarray, ...]]:
-    """Pack trajectories into batches, call `compute`, and yield its results per trajectory: [L]."""
+    """Pack trajectories, apply `compute` to each batch, and yield results `[L]` per trajectory."""
     for start in range(0, len(trajectories), shape.num_sequences):
         chunk = trajectories[start : start + shape.num_sequences]
         zeros = np.zeros(len(chunk), np.float32)

@@ -68,7 +68,7 @@ def shape_rewards(
 
 
 def compute_kl_penalties(groups: Sequence[Group], coef: float) -> np.ndarray:
-    """Return `coef` times each trajectory's divergence; 0 for environment errors: float64 [N]."""
+    """Return `coef` times each trajectory's divergence, 0 for environment errors: float64 [N]."""
     return np.array(
         [
             coef * t.require_field("divergence").total if t.is_scored else 0.0
@@ -91,7 +91,7 @@ def apply_kl_penalty(
 def add_entropy_reward(
     groups: Sequence[Group], controllers: Controllers, shaping: ShapingSettings
 ) -> list[Group]:
-    """Add ARES's entropy reward by difficulty; 0 before the entropy threshold is known."""
+    """Add ARES's entropy reward to the rewards; 0 before the entropy threshold is known."""
     if controllers.coefficients is None:
         return list(groups)
     trajectories = flatten_groups(groups)

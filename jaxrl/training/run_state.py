@@ -57,7 +57,7 @@ class Stage:
     halves_micro_rows: bool = False  # True if `shape` may shrink after an update runs out of memory
 
     def last_lr(self, state: TrainState) -> float:
-        """Return the learning rate of the latest optimizer step, or else of the first."""
+        """Return the learning rate of the latest optimizer step; before any, that of the first."""
         # Pass an array, as the update does: a custom schedule may require it.
         return float(self.schedule(jax.numpy.int32(max(int(state.num_updates) - 1, 0))))
 
@@ -99,7 +99,7 @@ class Components:
 
 @dataclass
 class Progress:
-    """Everything except the weights that is needed to resume a run."""
+    """State of a run other than the weights, as needed to resume it."""
 
     step: int = 0  # completed steps, over all stages
     stage: str = ""  # current stage, or the last completed one
@@ -165,7 +165,7 @@ class Progress:
         return self.step if self.weights_step is None else self.weights_step
 
     def restore_images(self, with_images: Callable[[list[Group]], list[Group]]) -> None:
-        """Reload images of groups, which checkpoints store by name."""
+        """Reload the images of the groups; checkpoints store only their names."""
         self.buffered_groups = with_images(self.buffered_groups)
         if (prefetched := self.prefetched) is not None:
             groups, buffered_groups = map(
@@ -195,7 +195,7 @@ class Progress:
 
     @classmethod
     def from_json(cls, saved: dict[str, Any], method: Method) -> Progress:
-        """Create the progress from `saved`; drop groups that do not fit `method`."""
+        """Create an instance from the result of `to_json`; drop groups that do not fit `method`."""
         known = {field.name for field in dataclasses.fields(cls)}
         fields = {name: value for name, value in saved.items() if name in known}
         # With --accept_changes the method may have changed. Drop groups of another size. Without
@@ -257,7 +257,7 @@ class RunState:
     held_out: float | None = None  # score of the last evaluation; see `get_held_out_score`
 
     def begin_stage(self, stage: str) -> bool:
-        """Set the progress to a stage, unless it has begun; return False if the stage is done."""
+        """Begin a stage unless it has begun; return False if the stage is done."""
         progress = self.progress
         if progress.stage and STAGES.index(progress.stage) > STAGES.index(stage):
             return False
@@ -282,7 +282,7 @@ class RunState:
             )
 
     def init_or_restore_state(self, params: Params) -> TrainState:
-        """Create the training state at the start of a stage; otherwise, restore it."""
+        """Return the training state: new at the start of a stage, else restored."""
         if "optimizer" in self.restored:
             state = TrainState(params=params, **self.restored.pop("optimizer"))
         else:

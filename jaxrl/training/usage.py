@@ -1,4 +1,4 @@
-"""Usage accounting (calls, tokens, cost), and the budget limits that end a run."""
+"""Usage of a run in calls, tokens and cost, and the budget limits that end a run."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class UsageStats:
     usage: Usage = field(default_factory=Usage)  # requests behind the calls, and their cost
 
     @classmethod
-    def compute(
+    def from_trajectories(
         cls,
         trajectories: Iterable[Trajectory],
         prices: Mapping[str, float],
@@ -74,7 +74,7 @@ class UsageStats:
         Args:
             trajectories: Trajectories of any outcome.
             prices: Price per attempt, by tool name; other tools are free.
-            is_control: True to skip searches, which a control engine answered.
+            is_control: True to skip searches, because a control engine answered them.
         """
         trajectories = list(trajectories)
         calls = [call for t in trajectories for turn in t.turns for call in get_call_records(turn)]

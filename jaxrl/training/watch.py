@@ -1,4 +1,4 @@
-"""Detection of signs of collapse, and rollbacks."""
+"""Detection of signs of collapse, and rollbacks to earlier checkpoints."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SIGN_COOLDOWN_STEPS = 10
 
 
 class CollapseError(RuntimeError):
-    """Error raised if the action for a sign of collapse is `stop` or no rollback is possible."""
+    """Error raised if the action for a sign of collapse is `stop`, or a rollback is impossible."""
 
 
 @dataclass(kw_only=True, eq=False)

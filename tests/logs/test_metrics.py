@@ -89,7 +89,7 @@ def in_environment(name, trajectory):
 
 class TestEnvironmentMetrics:
     def compute(self, trajectories, dropped=()):
-        stats = map(GroupStats.compute, grouped([*trajectories, *dropped]))
+        stats = map(GroupStats.from_group, grouped([*trajectories, *dropped]))
         return compute_environment_metrics(trajectories, [*stats], max_response_tokens=8)
 
     def test_by_hand(self):

@@ -335,7 +335,7 @@ def test_saved_groups_keep_their_environment(name):
         groups=[group],
         buffered_groups=[],
         num_tasks_taken=1,
-        sampled_stats=[GroupStats.compute(group)],
+        sampled_stats=[GroupStats.from_group(group)],
         metrics={},
     )
     text = json.dumps(collected.to_json())

@@ -468,7 +468,7 @@ def make_stats(task, *verdicts):
         for i, verdict in enumerate(verdicts)
     ]
     [group] = grouped(members)
-    return dataclasses.replace(GroupStats.compute(group), task_id=task)
+    return dataclasses.replace(GroupStats.from_group(group), task_id=task)
 
 
 def test_a_task_is_not_skipped_for_what_failures_left_of_its_group():

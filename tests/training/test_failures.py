@@ -8,8 +8,8 @@ from jaxrl.objectives.metrics import Metric
 from jaxrl.training.failures import (
     AllEpisodesFailedError,
     FailureCounter,
-    first_error,
-    has_learned,
+    describe_first_error,
+    has_updated_params,
 )
 from tests.episodes import FAILED, make_failure, make_trajectory
 
@@ -29,10 +29,12 @@ def make_counter(limit):
 
 def test_the_first_error_is_one_short_printable_line():
     trajectories = [make_trajectory(), fail_with("no\n  such\x1b[31m host"), fail_with("down")]
-    assert first_error(trajectories) == "no such\\x1b[31m host"
-    assert len(first_error([fail_with("x" * 10_000)])) < 250
-    assert first_error([dataclasses.replace(make_failure(), turns=())]) == "no error message"
-    assert first_error([make_trajectory()]) == ""
+    assert describe_first_error(trajectories) == "no such\\x1b[31m host"
+    assert len(describe_first_error([fail_with("x" * 10_000)])) < 250
+    assert (
+        describe_first_error([dataclasses.replace(make_failure(), turns=())]) == "no error message"
+    )
+    assert describe_first_error([make_trajectory()]) == ""
 
 
 def test_a_run_stops_after_batches_in_a_row_that_failed():
@@ -64,5 +66,5 @@ def test_a_limit_of_zero_never_stops_the_run():
 
 
 def test_a_step_has_learned_if_an_update_had_a_gradient():
-    assert has_learned([STILL, UPDATED])
-    assert not any(has_learned(metrics) for metrics in ([], [STILL], [SKIPPED]))
+    assert has_updated_params([STILL, UPDATED])
+    assert not any(has_updated_params(metrics) for metrics in ([], [STILL], [SKIPPED]))

@@ -56,7 +56,7 @@ def test_prefetched_groups_are_restored_where_they_fit(changes, is_restored):
         groups=[group],
         buffered_groups=[surplus],
         num_tasks_taken=5,
-        sampled_stats=[GroupStats.compute(group), failed],
+        sampled_stats=[GroupStats.from_group(group), failed],
         metrics={"filter/accuracy": nan, "rollout/sampled_tokens": 7},
         ledger=UsageStats(num_trajectories=8, num_calls={"search": 3}),
     )

@@ -32,7 +32,7 @@ def with_calls(*calls, length=9, inserted=3):
 
 
 def test_usage_by_hand():
-    actual = UsageStats.compute(
+    actual = UsageStats.from_trajectories(
         [with_calls(*CALLS), make_failure(), make_trajectory(turns=(ANSWER,))], PRICES
     )
     assert actual.num_trajectories == 3
@@ -47,7 +47,7 @@ def test_judges_are_counted_beside_tools():
     cached = CallRecord(call="p", tool="helpful", source="cache", attempts=0)
     failure = dataclasses.replace(make_failure(), reward_records=(asked,))
     judged = dataclasses.replace(with_calls(*CALLS), reward_records=(asked, cached))
-    actual = UsageStats.compute([judged, failure], {**PRICES, "helpful": 2.0})
+    actual = UsageStats.from_trajectories([judged, failure], {**PRICES, "helpful": 2.0})
     assert actual.num_calls == {"search": 6, "python": 1, "helpful": 3}  # the failure made a search
     assert actual.usage.attempts == {"search": 6, "python": 1, "helpful": 6}
     assert actual.usage.cost == 6 * 0.5 + 0.25 + 6 * 2.0
@@ -55,7 +55,9 @@ def test_judges_are_counted_beside_tools():
 
 
 def test_the_searches_of_a_control_reach_no_engine():
-    actual = UsageStats.compute([make_trajectory(turns=(SEARCH, COMPUTE))], PRICES, is_control=True)
+    actual = UsageStats.from_trajectories(
+        [make_trajectory(turns=(SEARCH, COMPUTE))], PRICES, is_control=True
+    )
     assert actual.num_calls == {"python": 1}
     assert actual.usage.cost == 0.25
     assert actual.sampled_tokens == 4
@@ -64,7 +66,7 @@ def test_the_searches_of_a_control_reach_no_engine():
 def test_the_tokens_of_an_endpoint_are_counted_and_paid():
     usage = {"calls": 2, "attempts": 3, "prompt_tokens": 14, "completion_tokens": 6, "cost": 0.125}
     trajectory = dataclasses.replace(make_trajectory(turns=(SEARCH, ANSWER)), usage=usage)
-    actual = UsageStats.compute([trajectory, trajectory], PRICES)
+    actual = UsageStats.from_trajectories([trajectory, trajectory], PRICES)
     assert actual.usage.policy == {name: 2 * value for name, value in usage.items()}
     assert actual.usage.cost == 2 * (0.125 + 0.5)
     assert actual.usage.attempts == {"search": 2}  # the model is no tool
@@ -88,9 +90,11 @@ calls = st.builds(
 @given(st.lists(st.lists(calls, max_size=4), max_size=6), st.integers(0, 6))
 def test_usage_adds_up(groups, cut):
     trajectories = [with_calls(*group) for group in groups]
-    whole = UsageStats.compute(trajectories, PRICES)
+    whole = UsageStats.from_trajectories(trajectories, PRICES)
     first, second = trajectories[:cut], trajectories[cut:]
-    total = UsageStats.compute(first, PRICES) + UsageStats.compute(second, PRICES)
+    total = UsageStats.from_trajectories(first, PRICES) + UsageStats.from_trajectories(
+        second, PRICES
+    )
     assert total.usage.cost == pytest.approx(whole.usage.cost)
     assert without_cost(total) == without_cost(whole)
     assert UsageStats.from_json(json.loads(json.dumps(total.to_json()))) == total
@@ -102,7 +106,7 @@ def without_cost(stats):
 
 
 def test_a_run_ends_at_its_limits_and_not_before():
-    spent = UsageStats.compute([with_calls(*CALLS)], PRICES)  # 2.75 in six attempts
+    spent = UsageStats.from_trajectories([with_calls(*CALLS)], PRICES)  # 2.75 in six attempts
     check_budget(spent, max_cost=0.0, max_calls=0)
     check_budget(spent, max_cost=2.76, max_calls=7)
     with pytest.raises(BudgetSpentError, match=r"spent 2.75 of config.ledger.max_cost=2.75; "):

@@ -38,7 +38,7 @@ from jaxrl.envs.images import Picture, Video
 from jaxrl.extras.chat.conversation import Conversation
 from jaxrl.logs.display import Display
 from jaxrl.runtime.resume import read_launch_folder
-from jaxrl.training.failures import first_error
+from jaxrl.training.failures import describe_first_error
 from jaxrl.types import Trajectory
 from jaxrl.utils.hub import download_model
 
@@ -181,7 +181,7 @@ def print_trajectory(trajectory: Trajectory, console: Console) -> None:
         if turn.observation is not None:
             write(turn.observation.strip("\n"), "dim")
     if trajectory.outcome == Outcome.ENVIRONMENT_ERROR:
-        write(f"no answer: the environment failed: {first_error([trajectory])}", "bold")
+        write(f"no answer: the environment failed: {describe_first_error([trajectory])}", "bold")
     elif trajectory.outcome in (Outcome.ANSWERED, Outcome.ABSTAINED) and trajectory.final_answer:
         write(f"answer: {trajectory.final_answer}", "bold")
     else:

@@ -70,7 +70,7 @@ def compute_rewards_and_records(judge, *texts, **settings):
 
 def compute_usage(records):
     trajectory = replace(make_trajectory(turns=(ANSWER,)), reward_records=tuple(records))
-    return UsageStats.compute([trajectory], {"helpful": 0.25, "search": 9.0})
+    return UsageStats.from_trajectories([trajectory], {"helpful": 0.25, "search": 9.0})
 
 
 def test_a_judges_number_is_part_of_the_reward(server):

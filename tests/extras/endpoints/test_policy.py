@@ -188,7 +188,7 @@ def test_every_turn_of_every_sample_has_its_own_seed():
     assert len(seeds) == len(requests) == 24
     _, again = play(capital, **tasks)
     assert {request.json["seed"] for request in again} == seeds
-    usage = UsageStats.compute(trajectories, {}).usage
+    usage = UsageStats.from_trajectories(trajectories, {}).usage
     assert usage.policy["completion_tokens"] == 72
     assert usage.attempts == {"search": 12}  # the model is none of the tools
 
