@@ -508,7 +508,7 @@ class Trainer:
 
         Args:
             query: Question, a chat as dicts with `role` and `content`, or a task. With several
-                environments, a task that names one.
+                environments, pass a task that names one of them.
             max_tokens: Maximum number of sampled tokens, at most `rollout.max_response_tokens`,
                 which is the default.
             temperature: Sampling temperature; 0 is greedy. Default: `rollout.temperature`.
@@ -578,7 +578,7 @@ class Trainer:
 
         Args:
             tasks: Tasks of any source. A task may occur several times.
-            group_size: Trajectories per task; 0 for `rollout.group_size`.
+            group_size: Number of trajectories per task; 0 for `rollout.group_size`.
         """
         _check_tasks(tasks)
         with self._save_on_stop():

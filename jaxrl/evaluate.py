@@ -104,7 +104,7 @@ def read_metrics(path: Path, weights_step: int, fingerprint: str) -> dict[str, f
     """Return the metrics of an evaluation on disk, or None if it must be repeated.
 
     It must be repeated if its file is missing or damaged, if `weights_step` or `fingerprint`
-    differs, or if the environment failed, which may work now.
+    differs, or if the environment failed, since it may work now.
     """
     try:
         record = read_object(path)

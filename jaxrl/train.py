@@ -87,7 +87,7 @@ def train(run_state: RunState, params: Params) -> Params:
 
 
 class Learner:
-    """Phases of an RL step, which `train` runs in order and `api.Trainer` exposes.
+    """Phases of an RL step: `train` runs them in order, and `api.Trainer` exposes them.
 
     A step is `collect` (or `rollout`), `compute_advantages`, `update` and `finish_step`. Only
     `update` changes the progress, so a run that stops earlier repeats the step. Every process of a
@@ -234,7 +234,7 @@ class Learner:
     def next_tasks(self, count: int = 0) -> list[Task]:
         """Return the next `count` tasks of the stream, by default `rollout.tasks_per_step`.
 
-        `rollout` with these tasks samples the same groups as `collect`, which then filters them.
+        `rollout` with these tasks samples the groups that `collect` would sample and filter.
         """
         return self.stream.get_items(self._num_tasks_taken, count or self.method.tasks_per_step)
 
@@ -250,7 +250,7 @@ class Learner:
 
         Args:
             tasks: Tasks of any source. A task may occur several times.
-            group_size: Trajectories per task; 0 for `rollout.group_size`.
+            group_size: Number of trajectories per task; 0 for `rollout.group_size`.
         """
         if not tasks or group_size < 0:
             raise ValueError(
@@ -262,7 +262,7 @@ class Learner:
         with self._timer.time_sampling():
             sampled = self._collector.sample(
                 tasks,
-                first=self._num_tasks_taken,
+                first_index=self._num_tasks_taken,
                 group_size=group_size or self.method.group_size,
                 policy_version=int(self.state.num_updates),
             )
@@ -379,7 +379,7 @@ class Learner:
         weights into the sampler. The progress then counts the step.
 
         Args:
-            groups: Groups of any number and size. Trajectories without an advantage are an error.
+            groups: Groups of any number and size. Every trajectory must have an advantage.
             loss: Policy loss for this call, with the interface of `loss.name`; None for the
                 configured loss. Each function is compiled once.
         """
@@ -409,7 +409,8 @@ class Learner:
     def _reduced_micro_rows(self) -> int:
         """Half the rows of a micro-batch, at least one per shard; 0 if no reduction is possible.
 
-        In a job of several processes, none is: the others may not have run out of memory.
+        In a multi-process job no reduction is possible, because other processes may not have run
+        out of memory.
         """
         num_shards = num_batch_shards(self.run_state.components.mesh)
         can_shrink = self.stage.halves_micro_rows and jax.process_count() == 1

@@ -23,7 +23,7 @@ Params = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """Task to roll out, with its index in the task stream, which seeds the samples."""
+    """Task to roll out, and the index in the task stream that seeds its samples."""
 
     task: Task
     stream_index: int

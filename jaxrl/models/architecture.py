@@ -264,8 +264,7 @@ class Architecture(ABC):
     def weights_for_training(self, params: Params, dtype: DTypeLike) -> Params:
         """Convert parameters to the weights for `hidden_states` and `unembed` in training.
 
-        Modules outside `blocks` may hold additional arrays, which are sharded like the module's
-        first parameter.
+        A module outside `blocks` may hold additional arrays, sharded like its first parameter.
         """
 
     @abstractmethod
@@ -336,7 +335,7 @@ class Architecture(ABC):
 
     @property
     def num_inactive_params(self) -> int:
-        """Return the number of expert parameters that are inactive for a token."""
+        """Return the number of expert parameters that a token does not use."""
         return 0
 
 

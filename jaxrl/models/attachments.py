@@ -115,7 +115,7 @@ class Tower(ABC):
     def compute_positions(
         self, token_ids: np.ndarray, attachments: Sequence[Any], *, start: int = 0
     ) -> np.ndarray:
-        """Compute token positions, int32 [L, num_axes], which advance past each attachment.
+        """Compute token positions, int32 [L, num_axes]; they advance past each attachment.
 
         Args:
             token_ids: Tokens of a sequence, or of a piece to append to a sequence.

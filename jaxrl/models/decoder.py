@@ -272,7 +272,7 @@ def linear(layer: Params, x: Float[Array, "M I"]) -> Float[Array, "M O"]:
     """Multiply by `kernel` [I, O] and add `bias` [O] if present.
 
     An int8 kernel has `kernel_scale` [O]; integers up to 127 are exact in any float dtype. A layer
-    with an adapter has `kernel_a` [I, r] and `kernel_b` [r, O], whose product is added.
+    with an adapter has `kernel_a` [I, r] and `kernel_b` [r, O]; their product is added to `kernel`.
     """
     out = x @ layer["kernel"].astype(x.dtype)
     if "kernel_scale" in layer:
@@ -538,7 +538,7 @@ class Decoder(Architecture):
     def store_extra_state(self, aux: AuxArrays, extra_state: Any) -> None:
         """Store the final extra state in `aux`."""
 
-    def _block(
+    def _apply_block(
         self,
         layer: Params,
         carry: tuple[Float[Array, "M D"], Any],
@@ -646,7 +646,7 @@ class Decoder(Architecture):
             state, layer_index = carry
             is_recurrent = self.recurrent_module in weights
             mixer: Any = layer_scan.run_recurrence if is_recurrent else attend
-            x, extra_state = self._block(weights, state, angles, mixer, aux)
+            x, extra_state = self._apply_block(weights, state, angles, mixer, aux)
             x, layer_index = add_deepstack(x, layer_index, features)
             return (x, extra_state), layer_index
 
@@ -702,7 +702,7 @@ class Decoder(Architecture):
 
         def apply_layer(carry: Carry, weights: Params, mixer: Mixer) -> Carry:
             state, layer_index = carry
-            x, extra_state = self._block(weights, state, angles, mixer, aux)
+            x, extra_state = self._apply_block(weights, state, angles, mixer, aux)
             x, layer_index = add_deepstack(x, layer_index, features)
             return (x, extra_state), layer_index
 

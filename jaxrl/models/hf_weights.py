@@ -111,8 +111,8 @@ class _MatrixSlice:
     def get_dtype(self) -> str:
         return self.data.get_dtype()
 
-    def __getitem__(self, wanted: Any) -> np.ndarray:
-        first, *columns = wanted if isinstance(wanted, tuple) else (wanted,)
+    def __getitem__(self, index: Any) -> np.ndarray:
+        first, *columns = index if isinstance(index, tuple) else (index,)
         rows: Any = self.rows[first]
         return self.data[(self.matrix_index, slice(rows.start, rows.stop), *columns)]
 
@@ -461,8 +461,8 @@ def save_hf(
         config: Architecture of the parameters.
         path: Folder to write.
         source: HF folder from which training started. Its config, tokenizer and generation settings
-            are copied byte for byte. Tensors are stored in its dtypes, and fused where its tensors
-            are. None writes a new config.json and float32 tensors.
+            are copied byte for byte. Tensors get the source's dtypes and are fused like the
+            source's. None writes a new config.json and float32 tensors.
         max_shard_size: Maximum bytes of tensors per file, except for a single larger tensor.
 
     Raises:

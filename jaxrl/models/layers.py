@@ -121,7 +121,7 @@ class LayerScan:
     def run_with_intermediates(
         self, layer: Layer, x: jax.Array, blocks: Params, layers: Sequence[int]
     ) -> tuple[jax.Array, jax.Array]:
-        """Compute the final activations, and stack the activations after each of `layers`."""
+        """Return the final activations, and the stacked activations after each of `layers`."""
         layer = self._with_remat(layer)
         if not self.scan:
             outputs = []

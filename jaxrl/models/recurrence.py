@@ -1,4 +1,4 @@
-"""Recurrent layers, whose tokens interact through a state of fixed size instead of attention.
+"""Recurrent layers: tokens interact through a state of fixed size instead of attention.
 
 A layer passes its per-token inputs and a function `advance` to `run_recurrence`, which runs
 `advance` over chunks of tokens: of packed rows in the full pass, or of the sampler's rows. The

@@ -39,7 +39,7 @@ class Demonstration:
 
     @property
     def attachments(self) -> tuple[Attachment, ...]:
-        """Return the preprocessed images of the prompt, which are not cached.
+        """Preprocess and return the images of the prompt, without caching them.
 
         Raises:
             UnreadableError: An image is damaged.

@@ -145,8 +145,8 @@ class Engine:
     lists them. There are at most `MAX_PROGRAMS` programs. If chunks read a copy of the past, each
     decoding program is compiled once for each of `past_sizes`.
 
-    `set_weights` allocates device memory for the weights, the next `submit` for the cache.
-    `release` frees both.
+    `set_weights` allocates device memory for the weights; the next `submit` allocates memory for
+    the cache. `release` frees both.
     """
 
     def __init__(
@@ -541,7 +541,7 @@ class Engine:
 
     # extras/serve/engine.py overrides the next two methods, for settings by request.
     def _select_chunk_method(self, running: list[list[Row]]) -> str:
-        """Return the sampling method for the next chunk, which decodes these rows."""
+        """Return the sampling method for a chunk that decodes these rows."""
         return self._select_sampling_method(self._temperature, self._top_p)
 
     def _get_sampling_params(self, running: list[list[Row]], num_rows: int) -> tuple[Any, Any]:
@@ -952,7 +952,7 @@ class Engine:
         return chunk, members
 
     def _prefill_rows(self, running: list[list[Row]]) -> None:
-        """Prefill the unread tokens of rows, in pieces of `Programs.block_tokens`.
+        """Prefill the unread tokens of rows, in pieces of up to `Programs.block_tokens` tokens.
 
         Attachments are embedded for as many rows at a time as fit. Text uses the same programs and
         ignores the embeddings of earlier attachments.

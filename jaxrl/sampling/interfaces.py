@@ -26,7 +26,7 @@ class SamplingConfig:
     """Sampling settings of a rollout.
 
     Attributes:
-        group_size: Trajectories per task.
+        group_size: Number of trajectories per task.
         temperature: Tokens are sampled from softmax(logits / temperature); 0 is greedy.
         top_p: Nucleus sampling probability in (0, 1]; 1 samples from all tokens.
         seeds: Inputs to the random keys.
@@ -156,7 +156,7 @@ PROCESSOR = "jaxrl.extras.vision.processor.HFImageProcessor"
 
 
 class ExternalModel(Protocol):
-    """Model behind an endpoint, which writes the turns of episodes."""
+    """Model that writes the turns of episodes and runs behind an endpoint."""
 
     @property
     def display_name(self) -> str:

@@ -70,8 +70,8 @@ class Rollout(BaseRollout):
     ):
         """Store the components. See `BaseRollout`.
 
-        `automaton` is the engine's; with several environments, it is a mapping from their names to
-        automata with the engine's tables (`join_automata`).
+        `automaton` is the engine's automaton. With several environments, it is a mapping from
+        environment names to automata that share the engine's tables (`join_automata`).
         """
         super().__init__(env, tokenizer, limits, schedule, reward_fn, processor)
         self._engine = engine

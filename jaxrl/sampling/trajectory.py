@@ -1,4 +1,4 @@
-"""Samples, which are trajectories still in rollout, and their conversion to trajectories."""
+"""Samples (trajectories still in rollout) and their conversion to trajectories."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Sample:
         """Return the length of the current context in tokens."""
         return len(self.token_ids) - (self.contexts[-1][0] if self.contexts else 0)
 
-    def token_arrays(self, declared: Mapping[str, TokenArraySpec]) -> dict[str, np.ndarray]:
+    def token_arrays(self, specs: Mapping[str, TokenArraySpec]) -> dict[str, np.ndarray]:
         """Return recorded arrays `[L, ...]`.
 
         The last token of each context was never fed to the model, so its value is `fill`.
@@ -118,7 +118,7 @@ class Sample:
         starts = [0, *(start for start, _ in self.contexts), len(self.token_ids)]
         lengths = np.diff(starts).tolist()
         arrays = {}
-        for name, array in declared.items():
+        for name, array in specs.items():
             parts = []
             for events, length in zip(self.recorded, lengths, strict=True):
                 read = [item[name] for item in events]
@@ -152,8 +152,8 @@ class Sample:
         turns[-1] = dataclasses.replace(turns[-1], error=message)
 
 
-def to_trajectory(sample: Sample, recorded: Mapping[str, TokenArraySpec]) -> Trajectory:
-    """Convert a sample to a trajectory, with the arrays of the `recorded` specs."""
+def to_trajectory(sample: Sample, specs: Mapping[str, TokenArraySpec]) -> Trajectory:
+    """Convert a sample to a trajectory, with the recorded arrays named in `specs`."""
     reward, length = sample.reward, len(sample.token_ids)
     loss_mask, versions = np.zeros(length, bool), np.full(length, -1, np.int32)
     logprobs, entropies = np.zeros((2, length), np.float32)
@@ -188,7 +188,7 @@ def to_trajectory(sample: Sample, recorded: Mapping[str, TokenArraySpec]) -> Tra
         rollout_entropies=entropies,
         policy_versions=versions,
         attachments=tuple(sample.attachments),
-        token_arrays=sample.token_arrays(recorded),
+        token_arrays=sample.token_arrays(specs),
         prompt_length=sample.prompt_length,
         sample_index=sample.sample_index,
         attempt=sample.attempt,

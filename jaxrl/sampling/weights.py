@@ -21,7 +21,7 @@ from jaxrl.types import Params
 
 
 class WeightConverter:
-    """Owner of the sampler's weights, which it converts from the parameters.
+    """Owner of the sampler's weights, converted from the parameters.
 
     Weights are copies, so later updates of the parameters do not affect them. A parameter is shared
     only if the architecture never trains it and the sampler uses it unchanged. Parameters frozen

@@ -359,10 +359,10 @@ def _filter_groups(
                 values = np.array([[scores.get(part, np.nan)] for scores in parts])
         metrics = values.astype(np.float32).T
     for metric in metrics:
-        offered = {"scores": before.rewards, "metric": metric}
+        arrays = {"scores": before.rewards, "metric": metric}
 
-        def get_column(name: str, offered: dict[str, np.ndarray] = offered) -> np.ndarray:
-            return offered[name] if name in offered else getattr(columns, name)
+        def get_column(name: str, arrays: dict[str, np.ndarray] = arrays) -> np.ndarray:
+            return arrays[name] if name in arrays else getattr(columns, name)
 
         passes |= apply_filter(group_filter, get_column, len(passes))
     accepted = {int(index) for index in columns.group_ids[passes]}
@@ -379,7 +379,7 @@ def _filter_groups(
 def apply_filter(
     group_filter: NamedFunction, get_column: Callable[[str], np.ndarray], count: int
 ) -> np.ndarray:
-    """Apply the filter to `count` trajectories, and return bool `[count]`.
+    """Apply a filter to `count` trajectories; return the mask of those that pass, bool `[count]`.
 
     `get_column` returns the array with a given name.
 

@@ -56,11 +56,11 @@ class Collector:
         return collected
 
     def sample(
-        self, tasks: Sequence[Task], *, first: int, group_size: int, policy_version: int
+        self, tasks: Sequence[Task], *, first_index: int, group_size: int, policy_version: int
     ) -> CollectedGroups:
         """Sample a group for each of `tasks` in the current step, without a filter.
 
-        `first` is the stream index of the first task. The samples' seeds depend on it.
+        `first_index` is the stream index of the first task. The samples' seeds depend on it.
         """
         method, progress = self.run_state.components.method, self.run_state.progress
         no_filter = dataclasses.replace(
@@ -71,13 +71,17 @@ class Collector:
         )
         progress = dataclasses.replace(
             progress,
-            items_taken=first,
+            items_taken=first_index,
             buffered_groups=[],
             in_flight_tasks=[],
             controllers=dataclasses.replace(progress.controllers, skipped=None),
         )
         return self._collect(
-            progress, policy_version, self.run_state.should_stop, method, FixedTasks(tasks, first)
+            progress,
+            policy_version,
+            self.run_state.should_stop,
+            method,
+            FixedTasks(tasks, first_index),
         )
 
     def prefetch(

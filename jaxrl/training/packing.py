@@ -311,7 +311,7 @@ def compute_sequence_sizes(
 def _has_equal_prefix(
     sequence: TokenSequence, context: slice, num_shared: int, shape: BatchShape
 ) -> bool:
-    """Return True if a context begins with the shared prefix, which has no loss there."""
+    """Return True if a context begins with the shared prefix and has no loss on it."""
     span = slice(context.start, context.start + num_shared)
     arrays = [sequence.token_ids, *select_arrays(sequence, shape).values()]
     is_equal = all(np.array_equal(x[span], x[:num_shared]) for x in arrays)

@@ -84,7 +84,7 @@ class WatchState:
 
 def check_step(
     method: Method,
-    watched: WatchState,
+    watch_state: WatchState,
     record: Mapping[str, Any],
     groups: Sequence[Group],
     step: int,
@@ -95,7 +95,7 @@ def check_step(
 
     Args:
         method: Method whose `watch` is set.
-        watched: State of the watch before the step.
+        watch_state: State of the watch before the step.
         record: Metrics of the step, without its evaluation.
         groups: Groups that the step trained on.
         step: Step of the stage, from 1.
@@ -105,16 +105,16 @@ def check_step(
     """
     assert method.watch is not None
     detector = method.watch.detector
-    if watched.name != detector.name:
-        watched = replace(watched, name=detector.name, state={}, seen={})
-    metrics = {"actor/lr_scale": watched.lr_scale}
+    if watch_state.name != detector.name:
+        watch_state = replace(watch_state, name=detector.name, state={}, seen={})
+    metrics = {"actor/lr_scale": watch_state.lr_scale}
     deterministic = {k: v for k, v in record.items() if not k.startswith(("timing_s/", "perf/"))}
     offered: dict[str, Any] = {
         "record": {**deterministic, **metrics},
         "groups": groups,
         "step": step,
     }
-    offered |= {"state": watched.state, "method": method}
+    offered |= {"state": watch_state.state, "method": method}
 
     def call_detector() -> tuple[dict[str, Any], list[CollapseSign]]:
         result = detector(*[offered[name] for name in detector.arguments])
@@ -130,12 +130,12 @@ def check_step(
     new = [
         s
         for s in signs
-        if step - watched.seen.get(s.name, -SIGN_COOLDOWN_STEPS) >= SIGN_COOLDOWN_STEPS
+        if step - watch_state.seen.get(s.name, -SIGN_COOLDOWN_STEPS) >= SIGN_COOLDOWN_STEPS
     ]
     acting = [{"name": s.name, "text": s.text, "since": s.since} for s in new]
-    seen = {**watched.seen, **{sign.name: step for sign in signs}}
+    seen = {**watch_state.seen, **{sign.name: step for sign in signs}}
     metrics |= {f"sentinel/{sign.name}": 1.0 for sign in signs}
-    return replace(watched, state=state, seen=seen, acting=acting), metrics
+    return replace(watch_state, state=state, seen=seen, acting=acting), metrics
 
 
 def resolve_action(sign: Mapping[str, Any], watch: WatchSettings) -> str:
@@ -144,7 +144,7 @@ def resolve_action(sign: Mapping[str, Any], watch: WatchSettings) -> str:
 
 
 def rollback_target(
-    sign: Mapping[str, Any], watch: WatchSettings, watched: WatchState, steps: Sequence[int]
+    sign: Mapping[str, Any], watch: WatchSettings, watch_state: WatchState, steps: Sequence[int]
 ) -> int:
     """Return the step of the newest healthy checkpoint, or else of the oldest checkpoint.
 
@@ -154,9 +154,9 @@ def rollback_target(
         CollapseError: There is no checkpoint, or `watch.max_roll_backs` is reached.
     """
     why = f"{sign['name']}: {sign['text']}"
-    if watched.num_roll_backs >= watch.max_roll_backs:
+    if watch_state.num_roll_backs >= watch.max_roll_backs:
         raise CollapseError(
-            f"{why} The run has rolled back {watched.num_roll_backs} times, the limit of "
+            f"{why} The run has rolled back {watch_state.num_roll_backs} times, the limit of "
             "config.watch.max_roll_backs."
         )
     if not steps:
