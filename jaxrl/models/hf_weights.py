@@ -228,7 +228,7 @@ def load_tensors(
     def load_leaf(param: str) -> jax.Array:
         tensors = stored() if callable(stored) else stored
 
-        def read(index: tuple[slice, ...] | None) -> np.ndarray:
+        def read_slice(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None  # None only for scalars
             axes, shape = names[param].count("{}"), shapes[param].shape
             ranges = [range(size)[part] for size, part in zip(shape, index, strict=True)]
@@ -242,7 +242,7 @@ def load_tensors(
                 array[location] = data[part[::-1]].T if param.endswith("/kernel") else data[part]
             return array
 
-        loaded = jax.make_array_from_callback(shapes[param].shape, shardings[param], read)
+        loaded = jax.make_array_from_callback(shapes[param].shape, shardings[param], read_slice)
         nonlocal done
         done += sizes[param]
         progress(-(-done // 2**20), -(-total // 2**20))

@@ -304,10 +304,10 @@ def _unstack_forward(blocks: Params) -> tuple[list[Params], None]:
 
 
 def _unstack_backward(_: None, gradients: list[Any]) -> tuple[Params]:
-    def stack(*leaves: Any) -> Any:
+    def stack_leaves(*leaves: Any) -> Any:
         return None if leaves[0].dtype == jax.dtypes.float0 else jnp.stack(leaves)  # int8 weights
 
-    return (jax.tree.map(stack, *gradients),)
+    return (jax.tree.map(stack_leaves, *gradients),)
 
 
 _unstack.defvjp(_unstack_forward, _unstack_backward)

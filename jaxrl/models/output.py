@@ -229,7 +229,7 @@ def _logprobs_and_entropies_forward(
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
     saves_products = hidden.shape[1] <= layer.chunk_tokens
 
-    def chunk(_: None, xs: tuple[jax.Array, jax.Array]) -> tuple[None, Any]:
+    def process_chunk(_: None, xs: tuple[jax.Array, jax.Array]) -> tuple[None, Any]:
         hidden, targets = xs
         products = layer.unembed(tables, hidden)
         compute_stats = lambda _, products, targets: _compute_stats(products / temperature, targets)  # noqa: E731
@@ -238,7 +238,7 @@ def _logprobs_and_entropies_forward(
         return None, (stats, products if saves_products else None)
 
     xs = (layer.split_chunks(hidden), layer.split_chunks(targets))
-    _, (stats, products) = jax.lax.scan(chunk, None, xs)
+    _, (stats, products) = jax.lax.scan(process_chunk, None, xs)
     logprobs, entropies = (layer.join_chunks(x, hidden.shape[1]) for x in stats[:2])
     return (logprobs, entropies), (tables, hidden, targets, temperature, stats, products)
 
@@ -273,7 +273,7 @@ def _logprobs_and_entropies_backward(
         )
         return dlogits / temperature
 
-    def chunk(sums: Any, xs: tuple[Any, ...]) -> tuple[Any, jax.Array]:
+    def process_chunk(sums: Any, xs: tuple[Any, ...]) -> tuple[Any, jax.Array]:
         hidden, targets, stats, products, dstats = xs
         if products is None:
             products = layer.unembed(tables, hidden)
@@ -288,7 +288,7 @@ def _logprobs_and_entropies_backward(
     )
     dstats = tuple(map(layer.split_chunks, gradients))
     xs = (layer.split_chunks(hidden), layer.split_chunks(targets), stats, products, dstats)
-    sums, dhidden = jax.lax.scan(chunk, zeros, xs)
+    sums, dhidden = jax.lax.scan(process_chunk, zeros, xs)
     dtables = jax.tree.map(lambda total, x: total.sum(axis=0).astype(x.dtype), sums, trained)
     return dtables or None, layer.join_chunks(dhidden, hidden.shape[1]), None, None
 

@@ -639,12 +639,12 @@ class Programs:
         """Pad the state to `num_rows` rows, as the next chunk requires."""
         shards = num_pieces(self.mesh)
 
-        def pad(values: jax.Array) -> jax.Array:
+        def pad_rows(values: jax.Array) -> jax.Array:
             by_shard = values.reshape(shards, -1)
             missing = self.num_rows // shards - by_shard.shape[1]
             return jnp.pad(by_shard, ((0, 0), (0, missing))).reshape(-1)
 
-        return self._constrain_rows(jax.tree.map(pad, state))
+        return self._constrain_rows(jax.tree.map(pad_rows, state))
 
     def copy_pages(
         self, cache: SamplerCache, sources: CacheIndices, targets: CacheIndices

@@ -79,7 +79,7 @@ def read_demonstrations(
         ValueError: A line is malformed or too long. The message names the file and the line.
     """
 
-    def parse(fields: dict[str, Any], location: str) -> Demonstration:
+    def parse_and_encode(fields: dict[str, Any], location: str) -> Demonstration:
         # Count the image tokens first: the chat template needs them.
         messages, pictures = parse_demonstration(fields, location)
         image_tokens: list[int] = []
@@ -120,7 +120,9 @@ def read_demonstrations(
 
     reader = open_jsonl(path, "config.sft.source")
     records = reader.read(range(len(reader)))
-    return [parse(fields, reader.location(index)) for index, fields in enumerate(records)]
+    return [
+        parse_and_encode(fields, reader.location(index)) for index, fields in enumerate(records)
+    ]
 
 
 def encode_demonstration(

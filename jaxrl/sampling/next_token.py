@@ -17,10 +17,10 @@ def sample_uniforms(keys: UInt32[Array, "B 2"], positions: Int[Array, " B"]) -> 
     The value does not depend on the row index or on the other rows.
     """
 
-    def draw(key: jax.Array, position: jax.Array) -> jax.Array:
+    def draw_uniform(key: jax.Array, position: jax.Array) -> jax.Array:
         return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key), position))
 
-    return jax.vmap(draw)(keys, positions)
+    return jax.vmap(draw_uniform)(keys, positions)
 
 
 GREEDY, FULL, TOP_P = KINDS = ("greedy", "full", "top_p")

@@ -69,8 +69,8 @@ def _derive_sample_keys(
 ) -> jax.Array:
     step_key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), stage), step)
 
-    def derive(position: jax.Array, sample: jax.Array, attempt: jax.Array) -> jax.Array:
+    def derive_key(position: jax.Array, sample: jax.Array, attempt: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.fold_in(step_key, position), sample)
         return jax.random.key_data(jax.random.fold_in(key, attempt))
 
-    return jax.vmap(derive)(positions, samples, attempts)
+    return jax.vmap(derive_key)(positions, samples, attempts)

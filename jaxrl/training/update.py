@@ -369,7 +369,7 @@ class GradientStep:
         bare_model = model.without_base
 
         # The loss of one micro-batch, already weighted: sums over micro-batches need no scaling.
-        def micro_loss(
+        def compute_micro_loss(
             trained: Params, others: Params, micro: Batch, balance: Any, logit_capacity: int
         ) -> tuple[jax.Array, Any]:
             aux = bare_model.make_aux(micro)
@@ -394,7 +394,7 @@ class GradientStep:
 
         # The programs below share this function, which is traced once per shape and logit capacity.
         differentiate = cached_jit(
-            jax.grad(micro_loss, has_aux=True),
+            jax.grad(compute_micro_loss, has_aux=True),
             name="gradient",
             key=key,
             static_argnames="logit_capacity",
@@ -431,7 +431,7 @@ class GradientStep:
         def accumulate_metrics(
             params: Params, sums: GradAccumulator, micro: Batch, _: jax.Array, logit_capacity: int
         ) -> GradAccumulator:
-            _, measured = micro_loss(*bare_model.split(params), micro, None, logit_capacity)
+            _, measured = compute_micro_loss(*bare_model.split(params), micro, None, logit_capacity)
             return sums.add_metrics(*measured)
 
         self._model = model
@@ -483,7 +483,7 @@ class UpdateStep:
         shardings = state_shardings(model.mesh, model.trained, optimizer)
         statistics = model.architecture.statistics_reader
 
-        def apply(
+        def apply_optimizer(
             state: TrainState, sums: GradAccumulator, lr_scale: jax.Array | None = None
         ) -> tuple[TrainState, dict[str, Metric]]:
             norm = optax.tree.norm(sums.gradients)
@@ -508,7 +508,7 @@ class UpdateStep:
             return state, sums.finish_metrics(statistics) | measured
 
         self.apply = CompiledFunction(
-            apply,
+            apply_optimizer,
             name="optimizer",
             variants=(False, True),
             donate_argnums=(0,),
