@@ -211,7 +211,7 @@ class Architecture(ABC):
 
     @abstractmethod
     def hf_config(self) -> dict[str, Any]:
-        """Return the `config.json` fields of a model that was not loaded from a file."""
+        """Return the `config.json` fields to write if there is no source `config.json`."""
 
     @abstractmethod
     def abstract_params(self) -> Params:

@@ -268,7 +268,7 @@ def open_hf(
 def open_validated_tensors(
     folder: Path, config: Architecture, log: LogCallback = lambda _: None
 ) -> dict[str, StoredTensor]:
-    """Open and validate all tensors; return them keyed by stored name, with fused tensors split."""
+    """Open and validate all tensors; return them by stored name, with fused tensors split."""
     stored = open_tensors(folder)
     for name, fused in _find_fused_tensors(config, stored).items():
         fused_tensor = stored.pop(name)
@@ -463,7 +463,8 @@ def save_hf(
         source: HF folder from which training started. Its config, tokenizer and generation settings
             are copied byte for byte. Tensors get the source's dtypes and are fused like the
             source's. None writes a new config.json and float32 tensors.
-        max_shard_size: Maximum bytes of tensors per file, except for a single larger tensor.
+        max_shard_size: Maximum size of the tensors in a file, in bytes. A larger tensor gets its
+            own file.
 
     Raises:
         ValueError: The source is a different model.
@@ -505,7 +506,7 @@ def write_hf(
         path: Folder to write.
         source: HF folder whose small files are copied.
         dtypes: Dtype of each tensor, a key of `DTYPES`.
-        max_shard_size: Maximum bytes of tensors per file.
+        max_shard_size: Maximum size of the tensors in a file, in bytes.
     """
     is_writer = jax.process_index() == 0
     stored = {} if source is None else open_tensors(Path(source))
@@ -559,7 +560,7 @@ def write_tensors(
         folder: Folder to write to.
         sizes: Size of each tensor in bytes, by HF name.
         get_tensor: Function that maps a name to the tensor on the host; called in order.
-        max_shard_size: Maximum bytes of tensors per file.
+        max_shard_size: Maximum size of the tensors in a file, in bytes.
         is_writer: True if this process writes to disk.
     """
     files = _assign_to_files(sizes, max_shard_size)

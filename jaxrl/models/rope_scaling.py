@@ -82,7 +82,7 @@ class RopeScaling(ABC):
         return asdict(self)
 
     def max_positions(self, max_position_embeddings: int) -> int:
-        """Return the maximum sequence length, from the value of `max_position_embeddings`."""
+        """Return the maximum sequence length, given the value of `max_position_embeddings`."""
         return max_position_embeddings
 
 

@@ -801,7 +801,7 @@ class Engine:
         """Swap out the pages and state of a row, or swap in its saved pages and state.
 
         Args:
-            row: The row.
+            row: Row to swap.
             sources: Pages to read, if the row is not swapped out.
             targets: Pages to write, if the row is swapped out.
             first: Index in `row.saved` of the contents for the first target.

@@ -43,7 +43,7 @@ class Collector:
     has_warned: bool = False  # True after the warning about idle devices
 
     def get_groups(self, policy_version: int) -> CollectedGroups:
-        """Return the groups for the current step: prefetched, if available, or newly sampled."""
+        """Return the groups of the current step, prefetched if available, else newly sampled."""
         run_state, progress = self.run_state, self.run_state.progress
         if self.failure is not None:
             raise self.failure
