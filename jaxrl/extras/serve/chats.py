@@ -36,7 +36,7 @@ Tools = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class ToolCall:
-    """Tool call. The arguments are an object, or text that could not be parsed."""
+    """Tool call. The arguments are an object, or a text if they could not be parsed."""
 
     name: str
     arguments: Any
@@ -131,10 +131,10 @@ def _convert_to_double(scalar: Any) -> Any:
 
 
 def parse_reply(text: str, tools: Tools) -> ChatMessage:
-    """Parse a completion into text and calls of these tools, if there are any.
+    """Parse a completion into text and tool calls.
 
-    If any call cannot be parsed, or contains a number that JSON clients cannot represent, all calls
-    are left as text.
+    Without tools, calls are left as text. All calls are also left as text if any call cannot be
+    parsed or contains a number that JSON clients cannot represent.
     """
     plain = ChatMessage(role="assistant", content=text)
     parsed = parse_tool_calls(text).calls if tools else ()
@@ -211,7 +211,7 @@ class ChatHistory:
             self._ids_by_digest[digest] = np.array(token_ids, np.int32)
 
     def _check_length(self, messages: Sequence[ChatMessage], tools: Tools) -> None:
-        """Reject text that is certainly too long before tokenizing it, which could take minutes.
+        """Reject text that is certainly too long, because tokenizing it could take minutes.
 
         Tokens have a known maximum length in bytes, and each message takes at least one token.
         """
@@ -243,8 +243,8 @@ class ChatHistory:
         """Return the token ids of the messages that follow a stored chat, or None.
 
         The messages are rendered after a short placeholder chat, so the ids do not depend on how
-        the template renders earlier messages. Returns None if the template rejects the placeholder
-        chat or does not end its assistant message with an end-of-sequence id.
+        the template renders earlier messages. The result is None if the template rejects the
+        placeholder chat or does not end its assistant message with an end-of-sequence id.
         """
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
         chat += [message.to_template_message() for message in new_messages]

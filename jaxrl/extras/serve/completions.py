@@ -54,14 +54,14 @@ def build_chat_response(completion: Completion) -> dict[str, Any]:
     choices = []
     for index, choice in enumerate(completion.choices):
         chunk = choice.merge_chunks()
-        reply, reason = completion.parse_choice(choice)
+        reply, reason = completion.store_choice(choice)
         message: dict[str, Any] = {"role": "assistant", "content": reply.content}
         if reply.calls:
             message["content"] = reply.content or None
             message["tool_calls"] = _format_tool_calls(completion, reply, index)
         item = {"index": index, "message": message, "logprobs": None, "finish_reason": reason}
         choices.append({**item, **_format_token_fields(completion, chunk)})
-    response = {**_build_response_header(completion, "chat.completion"), "choices": choices}
+    response = {**_build_common_fields(completion, "chat.completion"), "choices": choices}
     response["usage"] = build_usage(completion)
     if body.return_token_ids:
         response["prompt_token_ids"] = list(completion.request.prompt_ids)
@@ -76,7 +76,7 @@ async def stream_chat(completion: Completion) -> AsyncIterator[Event]:
     """
     body = completion.request.body
     has_tools = bool(body.get_template_tools())
-    head = _build_response_header(completion, "chat.completion.chunk")
+    head = _build_common_fields(completion, "chat.completion.chunk")
     ids = {"prompt_token_ids": list(completion.request.prompt_ids)} if body.return_token_ids else {}
     for index, choice in enumerate(completion.choices):
         role_delta = {"role": "assistant", "content": ""}
@@ -89,7 +89,7 @@ async def stream_chat(completion: Completion) -> AsyncIterator[Event]:
             reason: str | None = None
             text = decoder.add_chunk(chunk)
             if chunk.finish_reason:
-                reply, reason = completion.parse_choice(choice)
+                reply, reason = completion.store_choice(choice)
                 text = reply.content if has_tools else text
                 calls = _format_tool_calls(completion, reply, index)
                 if calls:
@@ -131,7 +131,7 @@ class StreamDecoder:
         return self._decoder.decode(new, final=bool(chunk.finish_reason))
 
 
-def _build_response_header(completion: Completion, kind: str) -> dict[str, Any]:
+def _build_common_fields(completion: Completion, kind: str) -> dict[str, Any]:
     return {
         "id": f"chatcmpl-{completion.id}",
         "object": kind,
@@ -153,7 +153,7 @@ def _format_tool_calls(
 
 
 def _format_token_fields(completion: Completion, chunk: OutputChunk) -> dict[str, Any]:
-    """Return the token ids and log-probabilities of a chunk that the client requested."""
+    """Return a chunk's token ids and log-probabilities, if the client requested them."""
     body: ChatCompletionRequest = completion.request.body
     fields: dict[str, Any] = {}
     if body.return_token_ids:
@@ -171,7 +171,7 @@ def _format_token_fields(completion: Completion, chunk: OutputChunk) -> dict[str
 
 
 def build_usage(completion: Completion) -> dict[str, Any]:
-    """Count the prompt tokens and the sampled tokens of a finished completion."""
+    """Return the numbers of prompt tokens and sampled tokens of a finished completion."""
     chunks = [choice.merge_chunks() for choice in completion.choices]
     num_prompt = len(completion.request.prompt_ids)
     num_sampled = sum(len(chunk.token_ids) for chunk in chunks)

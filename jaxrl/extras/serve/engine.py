@@ -4,9 +4,9 @@ Unlike `sampling/engine.py`, this engine stores temperature and `top_p` per requ
 random key can change when a request resumes. A request can be cancelled at any time, or truncated
 to a prefix of its tokens; keys and values after the prefix are overwritten on resumption.
 
-The samples of a chunk that is in flight when its request is cancelled or truncated are ignored.
-Such a chunk writes to the cache before any later chunk, so the next owner of a page overwrites what
-it wrote.
+If a request is cancelled or truncated while a chunk is in flight, the chunk's samples are ignored.
+The chunk writes to the cache before any later chunk, so the next owner of a page overwrites its
+keys and values.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ServedEngine(Engine):
     """True to compile all sampling methods, False for only the given `kinds`."""
 
     def __init__(self, *args: Any, **kwargs: Any):
-        """Create an engine. The optional `kinds` are the first sampling methods to compile."""
+        """Create an engine. Compile the sampling methods in the optional `kinds` first."""
         # The first method has programs for the fewest rows, so it should be a common one.
         kinds = kwargs.pop("kinds", ())
         if self.compiles_all_kinds:
@@ -75,13 +75,13 @@ class ServedEngine(Engine):
     def can_truncate(self, request: int, num_tokens: int) -> bool:
         """Return True if `truncate` supports this number of tokens.
 
-        Recurrent layers have the state after the last token read, and no earlier one.
+        Recurrent layers store only the state after the last token that was read.
         """
         row = self._rows[request]
         return not self.num_states or (row.in_flight == 0 and row.length + 1 == num_tokens)
 
     def _discard_in_flight_samples(self, request: int) -> None:
-        """Ignore the samples that chunks in flight will return for a request."""
+        """Discard the samples of a request in chunks that are in flight."""
         for chunk in self._in_flight:
             chunk.rows[:] = [item for item in chunk.rows if item[0] != request]
         self._rows[request].in_flight = 0

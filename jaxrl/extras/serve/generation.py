@@ -119,7 +119,7 @@ class Choice:
         return not is_running and self.finish_reason not in (STOP, LENGTH)
 
     def append(self, chunk: OutputChunk) -> None:
-        """Append a chunk and wake up waiting readers."""
+        """Append a chunk and wake waiting clients."""
         self.chunks.append(chunk)
         self._chunk_event.set()
 
@@ -200,11 +200,11 @@ class Completion:
             async for _ in choice.stream():
                 pass
 
-    def parse_choice(self, choice: Choice) -> tuple[ChatMessage, str]:
+    def store_choice(self, choice: Choice) -> tuple[ChatMessage, str]:
         """Parse a finished sample of a chat, and store the chat with its token ids.
 
-        If parallel calls are disabled, the client gets only the first call. If this drops any
-        calls, the client's next chat does not match the stored chat.
+        If parallel calls are disabled, the client gets only the first call. If other calls are
+        dropped, the client's next chat does not match the stored chat.
 
         Returns:
             The message and its finish reason.
@@ -221,7 +221,7 @@ class Completion:
 
 
 def derive_sample_key(seed: int | None, index: int) -> np.ndarray:
-    """Derive a sample's random key, uint32 [2], from the seed; random if `seed` is None."""
+    """Derive a sample's key, uint32 [2], from the seed, or from a random seed if it is None."""
     data = os.urandom(8) if seed is None else f"{seed},{index}".encode()
     return np.frombuffer(hashlib.sha256(data).digest()[:8], np.uint32).copy()
 
@@ -238,7 +238,7 @@ class CompletionCache:
         Args:
             worker: Worker that samples the completions.
             deadline_s: Time limit per completion, in seconds.
-            max_size: Maximum number of keys, not counting completions that clients are reading.
+            max_size: Maximum number of keys, without those of completions with attached clients.
         """
         self._worker, self._deadline_s = worker, deadline_s
         self._active: dict[str, tuple[str, Completion]] = {}  # digest of the body, by key
@@ -274,7 +274,7 @@ class CompletionCache:
         return None
 
     @contextlib.contextmanager
-    def attach_reader(self, completion: Completion, keys: Sequence[str]) -> Iterator[None]:
+    def attach_client(self, completion: Completion, keys: Sequence[str]) -> Iterator[None]:
         """Attach a client to a completion. Incomplete samples run while any client is attached.
 
         Raises:
@@ -305,7 +305,7 @@ class CompletionCache:
                     request=completion.request,
                     sample_key=key,
                     deadline=time.monotonic() + self._deadline_s,
-                    on_output=_make_threadsafe(choice.append),
+                    on_output=_wrap_threadsafe(choice.append),
                     session=completion.session,
                 )
                 jobs.append(choice.job)
@@ -314,7 +314,7 @@ class CompletionCache:
         completion.choices = choices
 
 
-def _make_threadsafe(callback: Callable[[OutputChunk], None]) -> Callable[[OutputChunk], None]:
+def _wrap_threadsafe(callback: Callable[[OutputChunk], None]) -> Callable[[OutputChunk], None]:
     """Wrap an event-loop callback so that other threads can call it."""
     loop = asyncio.get_running_loop()
 

@@ -46,7 +46,7 @@ class LoadedModel:
 
     Attributes:
         name: Model name in requests and responses.
-        model: Policy.
+        model: Policy model.
         tokenizer: Tokenizer with the chat template.
         engine: Engine with the weights loaded.
         stops: Default stop strings: those that end a turn in the run.
@@ -79,7 +79,7 @@ def load_model(
         step: Step of the run's checkpoint; the latest by default.
         rows: Number of completions to decode concurrently.
         name: Model name in requests and responses; the last part of `path` by default.
-        environment: Environment whose stop strings are the default, if the run has several.
+        environment: Name of the environment that defines the stop strings, if the run has several.
         keys: Config keys to override, with their values.
 
     Raises:

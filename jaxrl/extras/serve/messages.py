@@ -45,7 +45,7 @@ def build_messages_response(completion: Completion) -> dict[str, Any]:
     """Build the response to a non-streaming Messages request."""
     [choice] = completion.choices
     request, chunk = completion.request, choice.merge_chunks()
-    reply, reason = completion.parse_choice(choice)
+    reply, reason = completion.store_choice(choice)
     content: list[dict[str, Any]] = []
     if reply.content or not reply.calls:
         content.append({"type": "text", "text": reply.content})

@@ -92,11 +92,11 @@ def parse_body(data: bytes, model: type[RequestType]) -> RequestType:
         value = map_json(sanitize_scalar, value) if b"\\ud" in data.lower() else value
     except ValueError as error:
         raise RequestError(400, f"{error}"[:300]) from None
-    return validate(value, model)
+    return parse_value(value, model)
 
 
-def validate(value: Any, model: type[RequestType]) -> RequestType:
-    """Convert a JSON value to `model`.
+def parse_value(value: Any, model: type[RequestType]) -> RequestType:
+    """Validate a JSON value and convert it to `model`.
 
     Raises:
         RequestError: The value is invalid. The message names the first invalid field.
@@ -206,7 +206,7 @@ def join_text(parts: Sequence[Any] | None) -> str:
 
 
 class FunctionCall(RequestModel, extra="forbid"):
-    """Name of a tool call and its arguments, JSON text or an object."""
+    """Function name and arguments of a tool call. The arguments are JSON text or an object."""
 
     name: str
     arguments: Annotated[Any, BeforeValidator(parse_arguments)] = {}
@@ -334,7 +334,7 @@ class AnthropicMessage(RequestModel, extra="forbid"):
         return self
 
     def to_messages(self) -> list[ChatMessage]:
-        """Convert to chat-history messages, one per tool result or run of text blocks."""
+        """Convert to chat-history messages: one per tool result or series of text blocks."""
         if self.role == "assistant":
             calls = tuple(
                 ToolCall(name=block.name, arguments=block.input, id=block.id)

@@ -1,7 +1,7 @@
 """HTTP endpoint: Starlette application, access checks and server thread.
 
 Without a key, the server listens on the loopback interface only. On loopback, the `Host` header
-must match the server, because another site's host name could resolve to it (DNS rebinding).
+must match the server, because another site's host name could resolve to 127.0.0.1 (DNS rebinding).
 Requests from web pages are rejected.
 """
 
@@ -70,7 +70,7 @@ DIALECTS: Mapping[str, tuple[Any, Any, Any]] = {
 
 
 class Endpoint:
-    """ASGI application that passes requests to the worker and its output to clients."""
+    """ASGI application that passes requests to the worker, and the worker's output to clients."""
 
     def __init__(
         self,
@@ -131,8 +131,8 @@ class Endpoint:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Serve a request (https://asgi.readthedocs.io).
 
-        The request's scope gets the session's name (`session`; "" for none) and the `AgentSession`
-        (`agent`), if the endpoint serves agents.
+        Two keys are added to the scope: `session`, the session's name or "", and, if the endpoint
+        serves agents, `agent`, the `AgentSession`.
         """
         match = SESSION_PATH.fullmatch(scope["path"])
         session, path = match.groups() if match else ("", scope["path"])
@@ -245,9 +245,9 @@ class Endpoint:
                     parsed = await asyncio.to_thread(parse, data, name, self.model)
                     sample_keys: Sequence[np.ndarray] = ()
                     if session is not None:
-                        parsed, sample_keys = session.admit(parsed)
+                        parsed, sample_keys = session.prepare_request(parsed)
                     completion = Completion(self.model, parsed, name, sample_keys)
-                stack.enter_context(self._cache.attach_reader(completion, keys))
+                stack.enter_context(self._cache.attach_client(completion, keys))
             has_stream = completion.request.body.stream
             try:
                 is_complete = True
@@ -259,7 +259,7 @@ class Endpoint:
                 else:
                     await completion.wait()
                     if session is not None:
-                        session.record(completion)
+                        session.record_completion(completion)
                     json_response = JSONResponse(response(completion))
                     await json_response(request.scope, request.receive, send)
             except BaseException:
@@ -336,7 +336,7 @@ async def _send_events(
     try:
         async for name, value in events:
             if session is not None and completion.is_finished:
-                session.record(completion)
+                session.record_completion(completion)
             await send_event(name, value)
     except RequestError as error:
         await send_event(

@@ -166,7 +166,7 @@ class Worker:
         self._is_paused = self._is_released = is_paused
         self.is_shutting_down = False  # new jobs are rejected
         self._must_wake = self._must_exit = self._has_ended = False
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread = threading.Thread(target=self._run_thread, name="engine", daemon=True)
         self._thread.start()
 
     @property
@@ -222,13 +222,13 @@ class Worker:
                     job
                 )
             self.stats["samples_total"] += len(jobs)
-            self._wake()
+            self._wake_thread()
 
     def cancel(self, job: GenerationJob) -> None:
         """Cancel a job whose client has disconnected."""
         with self._condition:
             job.is_cancelled = True
-            self._wake()
+            self._wake_thread()
 
     def resume(
         self, is_active_session: Callable[[str], bool], *, version: int, deadline_s: float
@@ -252,7 +252,7 @@ class Worker:
                 job.yields_until = (now + job.deadline) / 2
                 (self._queue if is_active_session(job.session) else self._paused_jobs).append(job)
             self._is_released = False
-            self._wake()
+            self._wake_thread()
 
     def pause(self) -> None:
         """Pause after the current chunk and clear the engine, so that other code can use it.
@@ -263,7 +263,7 @@ class Worker:
         with self._condition:
             self._is_paused = True
             self._is_active_session = lambda session: False
-            self._wake()
+            self._wake_thread()
             # No timeout: the current chunk may have to compile a program first.
             self._condition.wait_for(lambda: self._is_released or self._has_ended)
 
@@ -275,25 +275,25 @@ class Worker:
         """
         with self._condition:
             self.is_shutting_down = True
-            self._wake()
+            self._wake_thread()
         self._thread.join(timeout_s)
         is_done = not self._thread.is_alive()
         with self._condition:
             self._must_exit = True
-            self._wake()
+            self._wake_thread()
         self._thread.join(JOIN_S)
         return is_done
 
-    def _wake(self) -> None:
+    def _wake_thread(self) -> None:
         self._must_wake = True
         self._condition.notify_all()
 
-    def _run(self) -> None:
+    def _run_thread(self) -> None:
         reason = FAILED
         try:
             while self._wait_for_work():
                 try:
-                    self._step()
+                    self._run_step()
                 except Exception as error:  # a device error or a bug: the next job may succeed
                     self._fail_running_jobs(error)
             reason = CANCELLED
@@ -322,16 +322,16 @@ class Worker:
             self._must_wake = False
             return not self._must_exit
 
-    def _step(self) -> None:
+    def _run_step(self) -> None:
         """Admit jobs and decode one chunk."""
         if self._is_paused:
             if not self._is_released:  # otherwise other code uses the engine
                 self._release_engine()
             return
         self._drop_expired_jobs()
-        self._admit()
+        self._admit_jobs()
         while self._cached and self.engine.is_out_of_pages:
-            self._evict()
+            self._evict_row()
         for event in self.engine.step(ahead=int(self.engine.overlaps)):
             self._process_event(event)
 
@@ -369,7 +369,7 @@ class Worker:
         for job in dropped:
             self._abort_job(job, CANCELLED if job.is_cancelled else TIMED_OUT)
 
-    def _admit(self) -> None:
+    def _admit_jobs(self) -> None:
         """Move queued jobs into free rows of the engine."""
         while len(self._jobs) < self.engine.num_rows:
             with self._condition:
@@ -390,7 +390,7 @@ class Worker:
                 raise
 
     def _has_prefix(self, job: GenerationJob) -> bool:
-        """Return True if a prefix of the job is cached. Only the first call searches for it."""
+        """Return True if a prefix of the job is cached. The search result is stored in the job."""
         if job.prefix is None:
             request = self._find_prefix(job.context_ids)
             job.prefix = () if request is None else (request, self._cached[request])
@@ -428,7 +428,7 @@ class Worker:
         ]
         return max(matches)[1] if matches else None
 
-    def _evict(self) -> None:
+    def _evict_row(self) -> None:
         """Evict the least recently used row, preferring rows that no queued job continues."""
         with self._condition:
             needed_rows = {
@@ -462,7 +462,7 @@ class Worker:
         )
 
     def _truncate_at_stop(self, job: GenerationJob, event: Event) -> tuple[list[int], str, int]:
-        """Return the ids up to the first stop, the finish reason, and the text length in bytes."""
+        """Return the ids up to the first stop, the finish reason, and the text's size in bytes."""
         stops = [stop.encode() for stop in job.request.stops]
         stop_ids = job.request.stop_ids | self._eos_ids
         longest = max(map(len, stops), default=1)
@@ -490,7 +490,7 @@ class Worker:
         self.engine.truncate(request, ids)
         self._cached[request] = ids
         if len(self._cached) > self._max_cached_rows:
-            self._evict()
+            self._evict_row()
 
     def _abort_job(self, job: GenerationJob, reason: str, error: str = "") -> None:
         """Send the final chunk of a job that was cancelled, timed out or failed."""

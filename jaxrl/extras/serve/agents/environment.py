@@ -42,8 +42,8 @@ class AgentEnv(Env):
         Args:
             agents: Settings in the config section `env.agents`.
             max_turns: Maximum number of completions per episode.
-            correct_by: Criterion for a correct answer: the agent's `is_correct` (`exact_match`), or
-                a positive reward (`reward`).
+            correct_by: Criterion for a correct answer: `exact_match` for the agent's `is_correct`,
+                `reward` for a positive reward.
 
         Raises:
             ValueError: A setting is invalid.
@@ -68,7 +68,7 @@ class AgentEnv(Env):
         self._rollout: Any = None
 
     def start(self, tasks: Sequence[Task]) -> list[list[Message]]:
-        """Return the messages of each task. Agents may build other prompts."""
+        """Return each task's messages. Agents may build their own prompts instead."""
         return [
             list(task.messages or [{"role": "user", "content": task.question or ""}])
             for task in tasks

@@ -1,4 +1,4 @@
-"""Pool of agent processes: replaces processes that exit or hang, and stops with the run.
+"""Pool of agent processes, in which processes that exit or hang are replaced.
 
 Agents that exceed their deadline are stopped. A program is killed with all processes that it
 started. A synchronous function cannot be killed, so its thread continues.
@@ -74,12 +74,18 @@ class AgentProcess(ChildProcess):
 
     Attributes:
         folder: Temporary folder. Its name marks all processes that the agents start.
-        episodes: Monotonic time at which each episode was stopped, by name; 0 while it is running.
+        episodes: Monotonic time at which each episode was stopped, by name; 0 for a running
+            episode.
         is_ready: True if the agent is loaded and the process accepts episodes.
     """
 
-    def __init__(self, command: Sequence[str], *, what: str, env: Mapping[str, str]):
+    def __init__(self, command: Sequence[str], *, description: str, env: Mapping[str, str]):
         """Start the process.
+
+        Args:
+            command: Program and arguments.
+            description: Name of the process in error messages.
+            env: Environment variables of the process.
 
         Raises:
             OSError: The process cannot be started.
@@ -89,12 +95,12 @@ class AgentProcess(ChildProcess):
         self.is_ready = False
         try:
             env = {**env, FOLDER_VARIABLE: self.folder}
-            super().__init__(command, what=what, stderr=subprocess.PIPE, env=env)
+            super().__init__(command, what=description, stderr=subprocess.PIPE, env=env)
         except OSError:
             os.rmdir(self.folder)
             raise
         self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        threading.Thread(target=self._write, name="agents", daemon=True).start()
+        threading.Thread(target=self._write_queued_messages, name="agents", daemon=True).start()
 
     @property
     def output(self) -> str:
@@ -106,7 +112,7 @@ class AgentProcess(ChildProcess):
         self._lines.put(json.dumps(message).encode() + b"\n")
 
     def readline(self, timeout_s: float = math.inf) -> dict[str, Any]:
-        """Return the next message. Detect an exit even if other processes hold the pipes."""
+        """Return the next message. An exit is detected even if other processes hold the pipes."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -134,7 +140,7 @@ class AgentProcess(ChildProcess):
         super().close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _write(self) -> None:
+    def _write_queued_messages(self) -> None:
         stdin = self._process.stdin
         assert stdin is not None
         with contextlib.suppress(OSError, ValueError):  # the process has ended
@@ -162,7 +168,7 @@ class AgentProcesses:
         dropped = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV") if python else ()
         self._environment = {k: v for k, v in os.environ.items() if k not in dropped}
         self._num_processes, self._on_end = settings.processes, on_end
-        self._what = f"the agent {function}" if function else f"the program {command[0]}"
+        self._description = f"the agent {function}" if function else f"the program {command[0]}"
         self._lock = threading.Lock()
         self._processes: list[AgentProcess] = []
 
@@ -175,7 +181,7 @@ class AgentProcesses:
         with self._lock:
             if not self._processes:  # in parallel, because agents may load slowly
                 parallel_map(
-                    lambda _: self._start(),
+                    lambda _: self._start_process(),
                     range(self._num_processes),
                     max_threads=self._num_processes,
                 )
@@ -189,13 +195,13 @@ class AgentProcesses:
         with self._lock:
             usable = [process for process in self._processes if process.is_ready]
             if len(usable) < self._num_processes:
-                usable.append(self._start())
+                usable.append(self._start_process())
             process = min(usable, key=lambda process: len(process.episodes))
             process.episodes[episode["episode"]] = 0.0
         process.send(episode)
 
     def stop(self, name: str) -> None:
-        """Stop an episode; `on_end` is called when it has ended."""
+        """Stop an episode; `on_end` is called when the episode has ended."""
         with self._lock:
             for process in self._processes:
                 if process.episodes.get(name) == 0.0:
@@ -222,17 +228,19 @@ class AgentProcesses:
                 process.wait(_EXIT_TIMEOUT_S)
             process.close()
 
-    def _start(self) -> AgentProcess:
+    def _start_process(self) -> AgentProcess:
         """Start a process.
 
         Raises:
             ValueError: The process cannot be started, or it cannot load the agent.
         """
         try:
-            process = AgentProcess(self._command, what=self._what, env=self._environment)
+            process = AgentProcess(
+                self._command, description=self._description, env=self._environment
+            )
         except OSError as error:
             raise ValueError(
-                f"config.env.agents: {self._what} cannot be started: {error}."
+                f"config.env.agents: {self._description} cannot be started: {error}."
             ) from error
         self._processes.append(process)
         try:
@@ -243,13 +251,16 @@ class AgentProcesses:
             process.close()
             self._processes.remove(process)
             raise ValueError(
-                f"config.env.agents: {self._what} cannot be loaded: {first_message['failed']}"
+                f"config.env.agents: {self._description} cannot be loaded: "
+                f"{first_message['failed']}"
             )
         process.is_ready = True
-        threading.Thread(target=self._listen, args=(process,), name="agents", daemon=True).start()
+        threading.Thread(
+            target=self._handle_messages, args=(process,), name="agents", daemon=True
+        ).start()
         return process
 
-    def _listen(self, process: AgentProcess) -> None:
+    def _handle_messages(self, process: AgentProcess) -> None:
         """Call `on_end` for each ended episode of a process until the process exits."""
         try:
             while True:
@@ -259,7 +270,7 @@ class AgentProcesses:
                     process.episodes.pop(name, None)
                 self._on_end(name, message.get("reward"), message.get("error", ""))
         except Exception as error:
-            reason = f"{self._what}: its process is gone ({error}). {process.output}".strip()
+            reason = f"{self._description}: its process is gone ({error}). {process.output}".strip()
             with self._lock:
                 process.is_ready = False
                 names = list(process.episodes)

@@ -1,4 +1,4 @@
-"""Rollouts of external agents, whose requests the run's engine serves over HTTP.
+"""Rollouts of external agents that call the run's engine over HTTP.
 
 The server runs for the entire run. Between rollouts, the engine's thread is paused and requests
 wait. Up to `SamplingConfig.max_unfinished` groups continue in the next rollout. They keep their
@@ -105,7 +105,7 @@ class AgentRollout(BaseRollout):
         tokenizer: Tokenizer,
         limits: TokenLimits,
         schedule: ReplySchedule,
-        pay: RewardFn,
+        reward_fn: RewardFn,
         processor: ImageProcessor | None = None,
         *,
         log: Callable[[str], None],
@@ -117,16 +117,16 @@ class AgentRollout(BaseRollout):
         Raises:
             ValueError: The port or agent is not available, or a setting is not supported.
         """
-        super().__init__(env, tokenizer, limits, schedule, pay, processor)
+        super().__init__(env, tokenizer, limits, schedule, reward_fn, processor)
         if engine.recorded_specs or processor is not None or limits.context is not None:
             raise ValueError(
                 "config.env.name is 'agents'; expected a text-only model, with "
                 "config.model.replay=False and config.rollout.context.name='none', since agents "
                 "manage their own history."
             )
-        if "reward" not in getattr(pay, "weights", ("reward",)):
+        if "reward" not in getattr(reward_fn, "weights", ("reward",)):
             raise ValueError(
-                f"config.reward.weights is {dict(getattr(pay, 'weights', {}))!r}; expected a "
+                f"config.reward.weights is {dict(getattr(reward_fn, 'weights', {}))!r}; expected a "
                 "weight of 'reward', the part that agents give; it may be 0."
             )
         self._settings, self._max_turns, self._engine = env.settings, env.max_turns, engine
@@ -185,7 +185,7 @@ class AgentRollout(BaseRollout):
         if sampling.max_unfinished:  # evaluations must not drop training groups
             for key in [key for key in self._groups if key not in keys]:  # after a rollback
                 self._abort_group(self._groups.pop(key))
-        groups = self._open_groups(draws, keys, sampling)
+        groups = self._get_or_create_groups(draws, keys, sampling)
         episodes = [episode for group in groups for episode in group.episodes]
         names = {episode.session.name for episode in episodes}
         worker.resume(
@@ -228,7 +228,7 @@ class AgentRollout(BaseRollout):
         return [next(scored) if group in done else None for group in groups]
 
     def _start_server(self) -> Worker:
-        """Return the worker, after starting it and the server if necessary."""
+        """Return the worker. The first call starts the worker and the server."""
         if self._worker is None:
             settings, tokenizer = self._settings, self._tokenizer
             self._worker = Worker(
@@ -249,13 +249,13 @@ class AgentRollout(BaseRollout):
             self._servers.append(Server(endpoint, settings.host, self._listener))
         return self._worker
 
-    def _open_groups(
+    def _get_or_create_groups(
         self,
         draws: Sequence[Draw],
         keys: Sequence[tuple[int, int, int]],
         sampling: SamplingConfig,
     ) -> list[_RunningGroup]:
-        """Return each draw's unfinished group, or else a new group."""
+        """Return a group per draw: its unfinished group from the last rollout, or a new group."""
         new = [draw for draw, key in zip(draws, keys, strict=True) if key not in self._groups]
         random_keys = iter(derive_keys(new, sampling, self._engine.device))
         groups = []
@@ -282,11 +282,11 @@ class AgentRollout(BaseRollout):
         groups: Sequence[_RunningGroup],
         episodes: Sequence[_RunningEpisode],
         worker: Worker,
-        unfinished: int,
+        max_unfinished: int,
         should_stop: Callable[[], bool],
         progress: Callable[[int, int], None],
     ) -> None:
-        """Start agents and wait until at most `unfinished` groups are incomplete."""
+        """Start agents and wait until at most `max_unfinished` groups are incomplete."""
         waiting = deque(episode for episode in episodes if not episode.is_started)
         max_concurrent = self._settings.max_concurrent or self._engine.num_rows
         while True:
@@ -296,7 +296,7 @@ class AgentRollout(BaseRollout):
                 raise RuntimeError(
                     "the engine failed while agents used it; see its error above."
                 ) from worker.failure
-            if sum(not group.is_done for group in groups) <= unfinished:
+            if sum(not group.is_done for group in groups) <= max_unfinished:
                 return
             check_stop(should_stop)
             self._stop_overdue_episodes()
@@ -351,7 +351,7 @@ class AgentRollout(BaseRollout):
         self._processes.kill_unresponsive()
 
     def _handle_exit(self, key: str, reward: Any, error: str) -> None:
-        """Record the result of a finished agent. Other threads call this method."""
+        """Record the result of a finished agent. Called on other threads."""
         with self._lock:
             episode = self._running.pop(key, None)
         if episode is None:

@@ -133,7 +133,7 @@ def wrap_program(command: list[str], folder: str) -> RunAgent:
         )
         _process_groups.add(process.pid)
         # Use threads: the program may write before it reads, and its children may outlive it.
-        _threads.submit(_write, process.stdin, data)
+        _threads.submit(_write_input, process.stdin, data)
         output_future = _threads.submit(_read_tail, process.stdout)
         exit_future = _threads.submit(process.wait)
         try:
@@ -166,7 +166,7 @@ def _read_reward(file: str) -> Any:
         raise RuntimeError(f"the reward file is not JSON of at most 1 MiB: {error}") from None
 
 
-def _write(stream: Any, data: bytes) -> None:
+def _write_input(stream: Any, data: bytes) -> None:
     with contextlib.suppress(OSError), stream:  # the program may not read it
         stream.write(data)
 
@@ -214,7 +214,7 @@ def kill_by_marker(marker: str) -> None:
         time.sleep(0.01)
 
 
-def _exit(folder: str) -> None:
+def _kill_agents_and_exit(folder: str) -> None:
     """Kill all processes that agents started, then exit without joining threads."""
     for group in [*_process_groups]:
         _kill_all(group, folder)
@@ -228,7 +228,7 @@ def _exit_with_parent(parent: int, folder: str) -> None:
     while os.getppid() == parent:
         time.sleep(PARENT_POLL_S)
     time.sleep(PARENT_POLL_S)  # time for the loop to exit by itself
-    _exit(folder)
+    _kill_agents_and_exit(folder)
 
 
 def _describe_error(error: BaseException) -> str:
@@ -323,7 +323,7 @@ async def main(agent: Mapping[str, Any], input_pipe: Any, output_pipe: Any) -> N
             episodes.stop(message["stop"])
         else:
             episodes.start(message)
-    _exit(folder)
+    _kill_agents_and_exit(folder)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Agent sessions, which record the completions that an agent received and its reward.
+"""Agent sessions, which record an agent's completions and reward.
 
 An agent may continue a chat, truncate its history, start over or run several conversations at once.
 A completion continues a context if its prompt starts with all ids of that context; otherwise it
@@ -22,7 +22,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from jaxrl.extras.serve.engine import SamplingParams
 from jaxrl.extras.serve.errors import ContextLengthError, RequestError
 from jaxrl.extras.serve.generation import Completion
-from jaxrl.extras.serve.schemas import RequestModel, parse_body, validate
+from jaxrl.extras.serve.schemas import RequestModel, parse_body, parse_value
 from jaxrl.extras.serve.worker import CompletionRequest, OutputChunk
 from jaxrl.sampling.episodes import TokenLimits
 from jaxrl.sampling.sample_keys import derive_context_key
@@ -57,7 +57,7 @@ def parse_reward(value: Any) -> RewardRequest:
     Raises:
         RequestError: The value is not a valid reward.
     """
-    return validate(value if isinstance(value, dict) else {"reward": value}, RewardRequest)
+    return parse_value(value if isinstance(value, dict) else {"reward": value}, RewardRequest)
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,9 @@ class AgentSession:
         self._num_requests = 0
         self._lock = threading.Lock()
 
-    def admit(self, request: CompletionRequest) -> tuple[CompletionRequest, Sequence[np.ndarray]]:
+    def prepare_request(
+        self, request: CompletionRequest
+    ) -> tuple[CompletionRequest, Sequence[np.ndarray]]:
         """Apply the run's sampling settings and the remaining budget to a request.
 
         Returns:
@@ -155,7 +157,7 @@ class AgentSession:
         max_tokens = min(request.max_tokens, num_available)
         return dataclasses.replace(request, params=self._params, max_tokens=max_tokens), [key]
 
-    def record(self, completion: Completion) -> None:
+    def record_completion(self, completion: Completion) -> None:
         """Record a completion that is about to be sent to the agent.
 
         Raises:
@@ -241,7 +243,7 @@ class AgentSession:
 
 
 def group_into_contexts(turns: Sequence[SampledTurn]) -> list[AgentContext]:
-    """Group turns into contexts: a turn joins the longest context that its prompt extends."""
+    """Group turns into contexts. A turn joins the longest context that its prompt extends."""
     contexts: list[AgentContext] = []
     for turn in turns:
         index = _find_context(contexts, turn.prompt_ids)
@@ -263,7 +265,7 @@ def _find_context(contexts: Sequence[AgentContext], prompt_ids: tuple[int, ...])
 
 
 def _count_tokens(contexts: Sequence[AgentContext]) -> tuple[int, int]:
-    """Return the total and the sampled number of tokens in all contexts."""
+    """Return the total number of tokens in all contexts, and the number of sampled tokens."""
     num_all = sum(len(context[-1].ids) for context in contexts)
     return num_all, sum(len(turn.output.token_ids) for context in contexts for turn in context)
 

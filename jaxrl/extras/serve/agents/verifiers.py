@@ -1,9 +1,9 @@
 """Agent for environments of verifiers 0.4 (https://github.com/PrimeIntellect-ai/verifiers).
 
-`play` runs one episode: verifiers renders the prompts, runs the environment's tools and computes
-the reward; its training client requests token ids from the endpoint. This file does not import
-jaxrl, so it runs in any Python environment with verifiers. Run as a script, it writes the tasks of
-an environment:
+`play` runs one episode. verifiers renders the prompts, runs the environment's tools and computes
+the reward; verifiers' training client requests token ids from the endpoint. This file does not
+import jaxrl, so it runs in any Python environment with verifiers. As a script, it writes the tasks
+of an environment:
 
     python verifiers.py ENVIRONMENT [--arguments=JSON] [--num=N] > tasks.jsonl
 """
@@ -56,8 +56,8 @@ async def play(
 ) -> dict[str, Any]:
     """Run an episode of an environment and return its reward.
 
-    Episodes on an event loop share the environment and the tool processes of its taskset.
-    Task-specific tools get one process per episode.
+    Episodes on the same event loop share the environment and its tool processes. Task-specific
+    tools get one process per episode.
 
     Args:
         task: Task record written by the command; `metadata["verifiers"]` is verifiers' task.
@@ -110,7 +110,7 @@ async def play(
 def build_context(
     model: str, client: Mapping[str, Any], api_key: str, sampling: Mapping[str, Any]
 ) -> Any:
-    """Build verifiers' model context, with the training client, for an episode."""
+    """Build verifiers' model context for an episode, with the training client."""
     from verifiers.v1.clients import ModelContext
     from verifiers.v1.configs.client import TrainClientConfig
     from verifiers.v1.types import SamplingConfig
@@ -138,14 +138,14 @@ def find_policy_trace(episode: Any, base_url: str) -> Any:
 
 
 async def get_environment(environment: str, arguments: Mapping[str, Any]) -> Any:
-    """Return an environment with running servers, loaded once per event loop."""
+    """Return an environment whose servers are running; it is loaded once per event loop."""
     loop = asyncio.get_running_loop()
     loaded = _environments.setdefault(loop, {})
     name = json.dumps([environment, arguments], sort_keys=True)
     if name not in loaded:
         ready: asyncio.Future[Any] = loop.create_future()
         # The same task must enter and exit the environment's context managers.
-        loaded[name] = ready, loop.create_task(_serve(environment, arguments, ready))
+        loaded[name] = ready, loop.create_task(_serve_environment(environment, arguments, ready))
     ready, _ = loaded[name]
     try:
         return await asyncio.shield(ready)
@@ -154,9 +154,10 @@ async def get_environment(environment: str, arguments: Mapping[str, Any]) -> Any
         raise
 
 
-async def _serve(
+async def _serve_environment(
     environment: str, arguments: Mapping[str, Any], ready: asyncio.Future[Any]
 ) -> None:
+    """Serve an environment until cancelled; pass the environment or an error to `ready`."""
     try:
         env = load_env(environment, arguments)
         async with env.serving():
@@ -201,7 +202,7 @@ def load_env(environment: str, arguments: Mapping[str, Any]) -> Any:
 
 
 def make_importable(environment: str) -> str:
-    """Return an environment's module name; make its file importable, also in tool processes.
+    """Make an environment's file importable, also in tool processes; return its module name.
 
     Raises:
         ValueError: The file does not exist.
@@ -220,7 +221,7 @@ def make_importable(environment: str) -> str:
 
 
 def _register_chat_harness() -> None:
-    """Register an in-process chat loop: verifiers' harnesses start a program per turn."""
+    """Register an in-process chat loop, because verifiers' harnesses start a program per turn."""
     if CHAT_HARNESS in sys.modules:
         return
     from openai import APIStatusError, AsyncOpenAI, omit
@@ -313,7 +314,8 @@ def iter_records(
     """Yield the tasks of an environment as jaxrl task records.
 
     Raises:
-        ValueError: The taskset is infinite and `num_tasks` is None, or JSON omits a field.
+        ValueError: The taskset is infinite and `num_tasks` is None, or tasks have a field that is
+            excluded from JSON.
     """
     taskset = load_env(environment, arguments).taskset
     environment = make_importable(environment)
