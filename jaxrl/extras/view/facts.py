@@ -1,4 +1,4 @@
-"""Summaries of runs as JSON values: scores, progress, costs, times, and a comparison."""
+"""Summarize and compare runs as JSON values: scores, progress, costs and times."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def summarize_run(run: RunReader) -> dict[str, Any]:
 
 
 def count_warm_start_steps(run: RunReader) -> int:
-    """Count the warm-start steps, which global step numbers include."""
+    """Return the number of warm-start steps, which global step numbers also count."""
     return next((r["step"] for r in reversed(run.records) if r["stage"] == "sft"), 0)
 
 
@@ -219,7 +219,7 @@ def compute_scores(run: RunReader) -> list[dict[str, Any]]:
 
 
 def get_held_out_scores(run: RunReader) -> dict[tuple[str, str], tuple[Point | None, Point]]:
-    """Return the first and last score over all held-out questions for each metric and suite.
+    """Return each metric's first and last score over all held-out questions of a suite.
 
     The metrics are exact match, and the reward if it differs from exact match. The first score is
     None if there is only one evaluation.
@@ -236,7 +236,7 @@ def get_held_out_scores(run: RunReader) -> dict[tuple[str, str], tuple[Point | N
 
 
 def count_failures(run: RunReader) -> dict[str, dict[str, int]]:
-    """Count the last evaluation's answers by suite and kind of failure; "" for no failure."""
+    """Count the last evaluation's answers by suite and kind of failure ("" for none)."""
     evaluations = [evaluation for evaluation in list_evaluations(run) if evaluation.answers]
     return {
         suite: dict(Counter(row["failure"] or "" for row in rows))

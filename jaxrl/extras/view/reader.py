@@ -30,17 +30,17 @@ FILES = ("metrics.jsonl", "config.json", "eval", "trajectories")
 
 @dataclass
 class JsonLines:
-    """Incremental reader of a growing JSONL file, which parses each line once.
+    """Incremental reader of a growing JSONL file. Each line is parsed once.
 
     Attributes:
         path: Path of the file, which may not exist.
-        names: Type of each required field.
+        field_types: Type of each required field.
         records: Valid records in file order.
         num_damaged: Number of invalid lines.
     """
 
     path: Path
-    names: dict[str, type]
+    field_types: dict[str, type]
     records: list[dict[str, Any]] = field(default_factory=list)
     num_damaged: int = 0
     _inode: int = 0
@@ -69,14 +69,14 @@ class JsonLines:
         self._offset += len(data)
         *lines, self._partial_line = (self._partial_line + data).split(b"\n")
         for line in lines:
-            record = self._parse(line)
+            record = self._parse_line(line)
             if record is not None:
                 self.records.append(record)
             elif line.strip():
                 self.num_damaged += 1
         return True
 
-    def _parse(self, line: bytes) -> dict[str, Any] | None:
+    def _parse_line(self, line: bytes) -> dict[str, Any] | None:
         try:
             record = parse_json(line, "")
         except ValueError:
@@ -85,7 +85,7 @@ class JsonLines:
             return None
         # All records have the same keys, so share the strings.
         record = {"stage": "train"} | {sys.intern(name): value for name, value in record.items()}
-        is_valid = all(type(record.get(name)) is kind for name, kind in self.names.items())
+        is_valid = all(type(record.get(name)) is kind for name, kind in self.field_types.items())
         return record if is_valid and abs(record["step"]) < 2**53 else None
 
 
@@ -189,7 +189,7 @@ class RunReader:
         self.version += any(changed)
 
     def _refresh_file(self, path: Path, read: Callable[[Path], Any]) -> bool:
-        """Read a file if it has changed; return True if it has changed."""
+        """Return True if a file has changed, after reading it again."""
         identity = get_identity(path)
         if path in self._files and self._files[path].identity == identity:
             return False

@@ -65,7 +65,7 @@ def write_report(
         parents = [folder.resolve().parent for folder in folders]
         folder = folders[0] if len(folders) == 1 else Path(os.path.commonpath(parents))
         out = folder / "report.html"
-    page = render(collect_responses(viewer))
+    page = render_page(collect_responses(viewer))
     with open_atomic(out) as file:
         file.write(page)
     if log and len(viewer.runs) > 1:
@@ -128,11 +128,10 @@ def select_rows(rows: Sequence[list[Any]]) -> list[list[Any]]:
     return ordered[:half] + [row for row in ordered[half:] if row[0] == ordered[-1][0]][:half]
 
 
-def render(data: dict[str, Any]) -> str:
+def render_page(data: dict[str, Any]) -> str:
     """Return the HTML page with embedded style, script and data.
 
-    A Content-Security-Policy allows only the embedded style and script, which it names with their
-    hashes.
+    A Content-Security-Policy allows only the embedded style and script, identified by their hashes.
     """
     folder = Path(__file__).parent
     html, css, js = (

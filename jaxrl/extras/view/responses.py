@@ -28,8 +28,8 @@ _CALL_ENDS = ("</search>", "</python>")
 def split_response(response: str) -> list[tuple[str, str]]:
     """Split a response into (kind, text) by its tags.
 
-    The kind is a tag, `text` outside all tags, or `forged`. A tool result is forged if it does not
-    directly follow a call, since the model must have written it. An unclosed segment ends at the
+    The kind is a tag, `text` outside all tags, or `forged`. A tool result that does not directly
+    follow a call is forged, because the model must have written it. An unclosed segment ends at the
     next tag.
     """
     segments, end = [], 0

@@ -65,7 +65,7 @@ class Handler(BaseHTTPRequestHandler):
             self._send_error(403, "The request comes from another site.")
         elif url.path in FILES:
             name, content_type = FILES[url.path]
-            self._send(200, (FOLDER / name).read_bytes(), content_type)
+            self._send_content(200, (FOLDER / name).read_bytes(), content_type)
         elif url.path.startswith("/api/"):
             self._serve_api(url.path.removeprefix("/api/"), parse_qs(url.query))
         else:
@@ -87,11 +87,11 @@ class Handler(BaseHTTPRequestHandler):
         except Exception as error:  # unexpected file contents must not end the server
             self._send_error(500, f"{type(error).__name__}: {error}")
         else:
-            self._send(200, json.dumps(value, allow_nan=False).encode(), "application/json")
+            self._send_content(200, json.dumps(value, allow_nan=False).encode(), "application/json")
 
     def _send_error(self, status: int, text: str) -> None:
         self.close_connection = True
-        self._send(
+        self._send_content(
             status, json.dumps({"error": escape_control_chars(text)}).encode(), "application/json"
         )
 
@@ -99,7 +99,7 @@ class Handler(BaseHTTPRequestHandler):
         """Send JSON errors, with status 405 for unsupported HTTP methods."""
         self._send_error(405 if code == 501 else code, message or "The request is malformed.")
 
-    def _send(self, status: int, content: bytes, content_type: str) -> None:
+    def _send_content(self, status: int, content: bytes, content_type: str) -> None:
         self.send_response(status)
         for name, value in HEADERS.items():
             self.send_header(name, value)

@@ -79,7 +79,7 @@ class Tokens:
         return [None if None in values else function(*values) for values in lists]
 
     def get_advantages(self) -> Values:
-        """Return the advantage of each token: the recorded value, or else the trajectory's.
+        """Return the recorded advantage of each token, or else that of the trajectory.
 
         Raises:
             NotRecordedError: No token advantages are recorded, and the trajectory has no advantage
@@ -100,11 +100,11 @@ def compute_quantities(tokens: Tokens) -> list[dict[str, Any]]:
         0), `signed` (around 0) or `ratio` (around 1). If `values` is None, `why` is the reason.
     """
     get, combine = tokens.get_values, tokens.map_values
-    ratio = partial(combine, _compute_ratio, "new_logprobs", "old_logprobs")
+    ratio = partial(combine, _compute_clipped_ratio, "new_logprobs", "old_logprobs")
     # The comparison with the reference is after the update, if that was recorded.
     latest = "old_logprobs" if tokens.record.get("new_logprobs") is None else "new_logprobs"
     reference = partial(combine, operator.sub, latest, "ref_logprobs")
-    gap = partial(combine, _subtract_recorded, "old_logprobs", "rollout_logprobs")
+    gap = partial(combine, _compute_logprob_gap, "old_logprobs", "rollout_logprobs")
     rows: list[tuple[str, str, str, str, Callable[[], Values]]] = [
         ("advantage", "advantage", "", "signed", tokens.get_advantages),
         ("logprob", "logprob at sampling", "nats", "amount", partial(get, "rollout_logprobs")),
@@ -126,12 +126,12 @@ def compute_quantities(tokens: Tokens) -> list[dict[str, Any]]:
     return result
 
 
-def _compute_ratio(new: float, old: float) -> float:
+def _compute_clipped_ratio(new: float, old: float) -> float:
     return math.exp(min(max(new - old, -20.0), 20.0))
 
 
-def _subtract_recorded(old: float, rollout: float) -> float | None:
-    """Subtract the sampler's logprob; None for an observation, which has none."""
+def _compute_logprob_gap(old: float, rollout: float) -> float | None:
+    """Return old minus rollout logprob, or None for observations, whose rollout logprob is 0."""
     return old - rollout if rollout else None
 
 

@@ -120,7 +120,7 @@ class Viewer:
     def get_trajectories(
         self, run_index: int, generation: int, num_rows: int, num_tasks: int
     ) -> dict[str, Any]:
-        """Return the index's rows and tasks that the page lacks."""
+        """Return the index's rows and tasks that the page does not have yet."""
         index = self.runs[run_index].index
         if generation != index.generation:
             num_rows = num_tasks = 0

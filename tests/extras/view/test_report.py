@@ -112,6 +112,6 @@ def test_a_run_ends_in_its_scores_and_the_page_or_a_warning(run, monkeypatch):
         "controls, exact match: search finds nothing 0.250",
         f"report: {run / 'report.html'}",
     ]
-    monkeypatch.setattr(report, "render", lambda _: 1 / 0)
+    monkeypatch.setattr(report, "render_page", lambda _: 1 / 0)
     write_report_or_warn(run, lines.append)
     assert lines[-1].startswith("warning: no report: ZeroDivisionError")
