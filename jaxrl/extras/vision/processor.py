@@ -79,20 +79,19 @@ class HFImageProcessor:
         max_video_pixels: int = 0,
         cache_mib: float = 256.0,
     ):
-        """Load the checkpoint's `preprocessor_config.json`, and its settings of videos.
+        """Load the checkpoint's settings for images and videos.
+
+        Arguments of 0, except for `cache_mib`, select the checkpoint's values.
 
         Args:
-            folder: Model folder with the file.
-            min_pixels: Minimum pixels per image; smaller images are enlarged. 0 for the value in
-                the file.
-            max_pixels: Maximum pixels per image; larger images are reduced. 0 for the value in the
-                file.
-            fps: Frames sampled per second of a video. This and the following arguments may be 0
-                for the checkpoint's values; see `VideoRules`.
+            folder: Model folder with `preprocessor_config.json`.
+            min_pixels: Minimum number of pixels per image; smaller images are enlarged.
+            max_pixels: Maximum number of pixels per image; larger images are reduced.
+            fps: Number of frames to sample per second of video; see `VideoRules`.
             min_frames: Minimum number of sampled frames.
             max_frames: Maximum number of sampled frames.
-            min_video_pixels: Minimum pixels of a video.
-            max_video_pixels: Maximum pixels of a video.
+            min_video_pixels: Minimum number of pixels, as in `VideoRules.min_pixels`.
+            max_video_pixels: Maximum number of pixels, as in `VideoRules.max_pixels`.
             cache_mib: Maximum size of the image cache, in MiB.
 
         Raises:
@@ -123,7 +122,7 @@ class HFImageProcessor:
         self._num_bytes = 0
 
     def num_tokens(self, picture: Picture) -> int:
-        """Return the number of tokens of an image, reading only its size.
+        """Return the number of tokens of an image. Only the file's header is read.
 
         Raises:
             UnreadableError: The file is not an image.
@@ -191,7 +190,7 @@ class HFImageProcessor:
         return processed
 
     def _compute_video_layout(self, video: Video) -> Layout:
-        """Compute the frames and size of a video; cached, since every draw of a task uses them.
+        """Compute a video's sampled frames and size; cached for later draws of the same task.
 
         Raises:
             UnreadableError: The file is not a video, or its frames differ in size.
@@ -230,7 +229,7 @@ class HFImageProcessor:
         return Image(patches=patches, grid=layout.grid, times=layout.times)
 
     def with_images(self, groups: Iterable[Group]) -> list[Group]:
-        """Reload the images of groups from another process or a checkpoint, by name.
+        """Reload the images of groups that come from another process or a checkpoint.
 
         Raises:
             UnreadableError: An image file no longer exists.

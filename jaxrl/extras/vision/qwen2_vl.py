@@ -75,7 +75,7 @@ class Qwen2Vision(Qwen3Vision):
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2VLConfig(QwenVLConfig):
-    """Qwen2-VL: like Qwen2.5-VL, with another vision tower."""
+    """Config of a Qwen2-VL model: like Qwen2.5-VL, with a different vision tower."""
 
     model_type = "qwen2_vl"
     hf_class = "Qwen2VLForConditionalGeneration"

@@ -36,7 +36,7 @@ class Qwen35Vision(Qwen3Vision):
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen35VLConfig(Qwen3VLConfig):
-    """Qwen3.5 with images, without its text part; see `add_tower`."""
+    """Base class for configs of Qwen3.5 models with images; see `add_tower`."""
 
     tower_class = Qwen35Vision
     default_sections = (11, 11, 10)
@@ -47,13 +47,13 @@ class Qwen35VLConfig(Qwen3VLConfig):
         return {**fields, "tie_word_embeddings": bool(fields.get("tie_word_embeddings"))}
 
     def hf_copied_prefixes(self) -> tuple[str, ...]:
-        """Return the prefix of the layer that predicts two tokens."""
+        """Return the prefix of the multi-token prediction layer."""
         return ("mtp.",)
 
 
 @cache
 def add_tower(text_class: type[QwenConfig], model_type: str) -> type[Qwen35VLConfig]:
-    """Return the class of a model with a tower, given the class of its text part."""
+    """Return a config class that adds a vision tower to a text model's config class."""
     members = {
         "__module__": __name__,
         "model_type": model_type,

@@ -1,7 +1,7 @@
 """Qwen3-VL: Qwen3's decoder with images injected at several depths (DeepStack).
 
-In addition to the parameters of `models.qwen`, `vision` contains those of the tower. It has L
-layers, n of which also output features that are added after the decoder's first n layers:
+The parameters are those of `models.qwen`, plus the tower's under `vision`. The tower has L layers.
+Features from n of them are added to the hidden states after the decoder's first n layers:
 
     patch/{filter,bias}                           [D, C, temporal patch, patch, patch], [D]
     positions/embedding                           [side^2, D]
@@ -158,8 +158,8 @@ class Qwen3Vision(VisionTower):
     def collate_frames(self, images: Sequence[Image]) -> PatchBatch:
         """Concatenate the patches of images.
 
-        A patch's coords are the image's number (from 1), its number of rows, its number of columns,
-        and the index of the patch in the image.
+        A patch's coords are the image's number (from 1), the image's numbers of patch rows and
+        columns, and the index of the patch in the image.
         """
         patches = [np.zeros((0, self.patch_values), np.float32)]
         coords = [np.zeros((0, 4), np.int32)]
@@ -318,7 +318,10 @@ class Qwen3Vision(VisionTower):
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3VLConfig(QwenVLConfig):
-    """Qwen3-VL: like Qwen2.5-VL, with query and key norms and interleaved rotary positions."""
+    """Config of a Qwen3-VL model.
+
+    Unlike Qwen2.5-VL, it has query and key norms and interleaved rotary positions.
+    """
 
     model_type = "qwen3_vl"
     text_type = "qwen3"
@@ -329,14 +332,14 @@ class Qwen3VLConfig(QwenVLConfig):
     ties_in_text = False
 
     def _pair_axes(self) -> np.ndarray:
-        """Return alternating axes: time, height, width. The remaining pairs use time."""
+        """Return the position axis of each rotary pair: time, height, width in turn, then time."""
         axes = np.zeros(self.rotary_dim // 2, np.int32)
         for axis in (1, 2):
             axes[axis : 3 * self.mrope_section[axis] : 3] = axis
         return axes
 
     def hf_names(self) -> dict[str, str]:
-        """Return the names in published checkpoints and in transformers 5."""
+        """Return the HF names of the parameters, as in checkpoints and in transformers 5."""
         return {
             name: tensor
             if name.startswith("vision/")

@@ -1,8 +1,8 @@
 """Qwen2.5-VL: Qwen2.5's decoder, with image tokens embedded by a vision tower.
 
-In addition to the parameters of `models.qwen`, `vision` contains those of the tower. Rotary
-positions have three axes: time, height and width (M-RoPE, https://arxiv.org/abs/2502.13923). For
-text, all three are equal, so text without images is computed as in Qwen2.5.
+The parameters are those of `models.qwen`, plus the tower's under `vision`. Rotary positions have
+three axes: time, height and width (M-RoPE, https://arxiv.org/abs/2502.13923). For text, all three
+are equal, so text without images is computed as in Qwen2.5.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PREFIX_MAP = {"model.language_model.": "model.", "model.visual.": "visual."}
 
 @dataclass(frozen=True, kw_only=True)
 class QwenVLConfig(QwenConfig):
-    """Qwen2.5-VL model, built from its `config.json`.
+    """Config of a Qwen2.5-VL model, read from its `config.json`.
 
     Attributes:
         tower: Image encoder.
@@ -54,7 +54,7 @@ class QwenVLConfig(QwenConfig):
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> QwenVLConfig:
-        """Build the model. The decoder's fields are in `text_config` or at the top level.
+        """Build the config from a `config.json`, with or without a nested `text_config`.
 
         Raises:
             ValueError: The file requires an unsupported architecture or feature.
@@ -116,7 +116,7 @@ class QwenVLConfig(QwenConfig):
 
     @classmethod
     def _get_text_fields(cls, fields: dict[str, Any], source: str) -> dict[str, Any]:
-        """Return the fields of a text-only `config.json`, given either layout.
+        """Return the fields of a text-only `config.json`, with or without nested `text_config`.
 
         Raises:
             ValueError: A field that should be an object is not one.
@@ -168,7 +168,7 @@ class QwenVLConfig(QwenConfig):
         return {**super().logical_axes(), "vision": self.tower.logical_axes()}
 
     def hf_names(self) -> dict[str, str]:
-        """Return the names in published checkpoints."""
+        """Return the HF names of the parameters, as in published checkpoints."""
         tower = {f"vision/{name}": tensor for name, tensor in self.tower.names.items()}
         return {**tower, **super().hf_names()}
 
@@ -209,7 +209,7 @@ class QwenVLConfig(QwenConfig):
     ) -> Float[Array, "... V"]:
         """Compute the logits, with image and video tokens masked out.
 
-        If the policy sampled an image token, it would have no image.
+        A sampled image token would have no image.
         """
         logits = super().unembed(params, hidden, num_tokens=num_tokens)
         token_ids = jnp.arange(self.vocab_size)

@@ -2,7 +2,7 @@
 
 A tower encodes patches of images into embeddings of image tokens. Its parameter tree contains
 `patch`, stacked `blocks` and `merger`. `vision.py` defines the tower of Qwen2.5-VL, and
-`qwen3_vl.py` that of Qwen3-VL, from which the others derive.
+`qwen3_vl.py` defines that of Qwen3-VL, the base class of the others.
 """
 
 from __future__ import annotations
@@ -118,23 +118,23 @@ class VisionTower(Tower):
             ValueError: See `from_fields`.
         """
 
-        def read_size(name: str) -> int:
+        def read_int_field(name: str) -> int:
             return read_positive_int(vision_fields, name, source)
 
-        width, heads = read_size(cls.width_field), read_size("num_heads")
+        width, heads = read_int_field(cls.width_field), read_int_field("num_heads")
         act = canonicalize_activation(vision_fields["hidden_act"])
         rope = read_object_field(vision_fields, "rope_parameters", source)
         theta: Any = rope.get("rope_theta", vision_fields.get("rope_theta"))
         sizes = {
             "width": width,
-            "mlp_width": read_size("intermediate_size"),
-            "num_layers": read_size("depth"),
+            "mlp_width": read_int_field("intermediate_size"),
+            "num_layers": read_int_field("depth"),
             "num_heads": heads,
-            "out_width": read_size(cls.out_width_field),
-            "channels": read_size("in_channels"),
-            "patch": read_size("patch_size"),
-            "temporal_patch": read_size("temporal_patch_size"),
-            "merge": read_size("spatial_merge_size"),
+            "out_width": read_int_field(cls.out_width_field),
+            "channels": read_int_field("in_channels"),
+            "patch": read_int_field("patch_size"),
+            "temporal_patch": read_int_field("temporal_patch_size"),
+            "merge": read_int_field("spatial_merge_size"),
         }
         reject_unsupported_features(
             {
@@ -192,7 +192,7 @@ class VisionTower(Tower):
     def find_token_runs(
         self, token_ids: np.ndarray, attachments: Sequence[Image]
     ) -> list[np.ndarray]:
-        """Find the token indices of each image or video.
+        """Return the indices of the tokens of each image or video.
 
         Raises:
             ValueError: The number or the kind of the tokens does not match the attachments.
@@ -209,7 +209,7 @@ class VisionTower(Tower):
         token_runs = np.split(indices, np.cumsum(counts)[:-1]) if counts else []
         for image, run in zip(attachments, token_runs, strict=True):
             id = self.video_id if image.times else self.token_id
-            blocks = np.split(run, self._num_blocks(image))
+            blocks = np.split(run, self._count_token_runs(image))
             if (token_ids[run] != id).any() or any(b[-1] - b[0] >= len(b) for b in blocks):
                 raise ValueError(
                     f"the tokens of an image with a grid of {image.grid} are not all {id}, or "
@@ -217,12 +217,12 @@ class VisionTower(Tower):
                 )
         return token_runs
 
-    def _num_blocks(self, image: Image) -> int:
+    def _count_token_runs(self, image: Image) -> int:
         """Return the number of contiguous runs of an image's tokens."""
         return image.grid[0] if self.has_split_videos else 1
 
     def _compute_time_positions(self, image: Image) -> np.ndarray:
-        """Return the relative position in time of each temporal patch, int [t]."""
+        """Return the relative time position of each temporal patch, int [t]."""
         return np.arange(image.grid[0])
 
     def compute_positions(
@@ -230,9 +230,9 @@ class VisionTower(Tower):
     ) -> np.ndarray:
         """Compute M-RoPE positions (section 2.1 of https://arxiv.org/abs/2502.13923).
 
-        An image starts at the position after the text before it. Text continues after the highest
-        row or column, as in transformers 5.24. If a video's positions in time are higher, the
-        source continues after those instead.
+        An image starts at the position after the preceding text. Text continues after the image's
+        highest row or column, as in transformers 5.24; in the paper, it continues after the highest
+        position on any axis, including time.
         """
         out = np.zeros((3, len(token_ids)), np.int32)
         text_start, position = 0, start
@@ -241,7 +241,7 @@ class VisionTower(Tower):
             for run, image in zip(
                 self.find_token_runs(token_ids, attachments), attachments, strict=True
             )
-            for block in np.split(run, self._num_blocks(image))
+            for block in np.split(run, self._count_token_runs(image))
         ]
         for block, image in blocks:
             first, count = int(block[0]), len(block)

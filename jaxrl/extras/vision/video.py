@@ -1,8 +1,7 @@
-"""Videos: files and frames, which frames are sampled, and their size in patches.
+"""Video decoding, frame sampling and resizing.
 
-A video becomes an image whose grid has several temporal patches. Each combines `temporal_patch`
-frames. The rules are those of the video processors of Qwen2-VL, Qwen2.5-VL and Qwen3-VL in
-transformers 5.24.
+A video becomes an image with several temporal patches, each of `temporal_patch` frames. The rules
+are those of the video processors of Qwen2-VL, Qwen2.5-VL and Qwen3-VL in transformers 5.24.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ MAX_ASPECT_RATIO = 200
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """Size of a video.
+    """Size and frame rate of a video.
 
     Attributes:
         num_frames: Number of frames.
@@ -61,7 +60,7 @@ class Layout:
     Attributes:
         frames: Indices of the sampled frames.
         grid: Number of patches in time, height and width.
-        times: Seconds of each temporal patch.
+        times: Timestamp of each temporal patch, in seconds.
     """
 
     frames: tuple[int, ...]
@@ -71,20 +70,20 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class VideoRules:
-    """Sampling and resizing of videos, as in Qwen2-VL and Qwen2.5-VL.
+    """Rules for frame sampling and resizing, as in Qwen2-VL and Qwen2.5-VL.
 
     Attributes:
-        fps: Frames sampled per second.
+        fps: Number of frames to sample per second of video.
         min_frames: Minimum number of sampled frames; shorter videos are not extended.
         max_frames: Maximum number of sampled frames.
         min_pixels: Minimum number of pixels per frame, or in Qwen3-VL per video.
         max_pixels: Maximum number of pixels per frame, or in Qwen3-VL per video.
         caps_frames: True to also limit the pixels of a frame by `max_video_tokens`.
-        max_video_tokens: Tokens that all frames may take if `caps_frames`, or in Qwen3-VL one
-            frame. A tenth is reserved in Qwen2.5-VL.
+        max_video_tokens: Maximum number of tokens of a video, of which a tenth is reserved; in
+            Qwen3-VL, of a frame.
         patch: Number of pixels along each side of a patch.
         merge: Number of patches along each side of a token.
-        temporal_patch: Number of frames of a patch.
+        temporal_patch: Number of frames per temporal patch.
     """
 
     default_limits: ClassVar[tuple[int, int]] = (128 * 28**2, 768 * 28**2)  # pixels
@@ -103,23 +102,23 @@ class VideoRules:
     temporal_patch: int
 
     def compute_layout(self, header: Header) -> Layout:
-        """Choose the frames, the size and the times of a video.
+        """Choose a video's frames, and compute their size and timestamps.
 
         Raises:
             ValueError: The aspect ratio is too large.
         """
         count, rate = header.num_frames, header.fps or self.fps
-        frames = self._sample(count, rate) if header.fps else range(count)
-        height, width = self._resize(header.height, header.width, len(frames))
+        frames = self._sample_frames(count, rate) if header.fps else range(count)
+        height, width = self._compute_frame_size(header.height, header.width, len(frames))
         num_patches = -(-len(frames) // self.temporal_patch)
         return Layout(
             frames=tuple(frames),
             grid=(num_patches, height // self.patch, width // self.patch),
-            times=self._compute_times(frames, num_patches, count, rate),
+            times=self._compute_timestamps(frames, num_patches, count, rate),
         )
 
-    def _sample(self, count: int, rate: float) -> Sequence[int]:
-        """Return the indices of the sampled frames of a video with `rate` frames per second."""
+    def _sample_frames(self, count: int, rate: float) -> Sequence[int]:
+        """Return the indices of the frames to sample from `count` frames, `rate` per second."""
         size = self.temporal_patch
         limit = min(self.max_frames, count) // size * size
         wanted = min(max(count / rate * self.fps, self.min_frames), limit)
@@ -127,27 +126,27 @@ class VideoRules:
         indices = np.arange(num_frames) * (count / num_frames)
         return indices.astype(np.float32).astype(int).tolist()  # float32, as in transformers
 
-    def _resize(self, height: int, width: int, num_frames: int) -> tuple[int, int]:
-        """Return the height and width in pixels of resized frames."""
+    def _compute_frame_size(self, height: int, width: int, num_frames: int) -> tuple[int, int]:
+        """Return the height and width of resized frames, in pixels."""
         limit = self.max_pixels
         if self.caps_frames:
-            pixels = int(self.max_video_tokens * self._unit**2 * 0.9)
+            pixels = int(self.max_video_tokens * self._token_side**2 * 0.9)
             share = pixels * self.temporal_patch // num_frames
             limit = max(min(limit, share), int(self.min_pixels * 1.05))
-        return self._fit(height, width, 1, 1, limit)
+        return self._fit_frame_size(height, width, 1, 1, limit)
 
     @property
-    def _unit(self) -> int:
+    def _token_side(self) -> int:
         return self.patch * self.merge
 
-    def _fit(
+    def _fit_frame_size(
         self, height: int, width: int, num_frames: int, num_rounded: int, limit: int
     ) -> tuple[int, int]:
-        """Round to whole tokens, between `min_pixels` and `limit` pixels over all frames.
+        """Round a frame's size to whole tokens, with `min_pixels` to `limit` pixels in all frames.
 
         `num_rounded` is the number of frames whose pixels are compared with the limits.
         """
-        unit = self._unit
+        unit = self._token_side
         if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
             raise ValueError(
                 f"it has {width} x {height} pixels; expected an aspect ratio of at most "
@@ -164,42 +163,42 @@ class VideoRules:
             rows, columns = math.ceil(height * scale / unit), math.ceil(width * scale / unit)
         return rows * unit, columns * unit
 
-    def _compute_times(
+    def _compute_timestamps(
         self, frames: Sequence[int], num_patches: int, count: int, rate: float
     ) -> tuple[float, ...]:
-        """Return the seconds of each temporal patch, at equal intervals."""
+        """Return the evenly spaced timestamps of the temporal patches, in seconds."""
         interval = self.temporal_patch / (len(frames) / count * rate)
         return tuple(index * interval for index in range(num_patches))
 
 
 class Qwen3VideoRules(VideoRules):
-    """Sampling and resizing of videos as in Qwen3-VL, whose prompts contain times."""
+    """Rules for frame sampling and resizing as in Qwen3-VL, which puts timestamps in prompts."""
 
     default_limits = (128 * 32**2, 768 * 32**2)
     default_tokens = 768
     writes_times = True
 
-    def _sample(self, count: int, rate: float) -> Sequence[int]:
+    def _sample_frames(self, count: int, rate: float) -> Sequence[int]:
         wanted = max(int(count / rate * self.fps), self.min_frames)
         num_frames = min(wanted, self.max_frames, count)
         return np.linspace(0, count - 1, num_frames).round().astype(int).tolist()
 
-    def _resize(self, height: int, width: int, num_frames: int) -> tuple[int, int]:
+    def _compute_frame_size(self, height: int, width: int, num_frames: int) -> tuple[int, int]:
         limit = self.max_pixels
         if self.caps_frames:
-            share = min(self.max_video_tokens * self._unit**2, limit // num_frames)
+            share = min(self.max_video_tokens * self._token_side**2, limit // num_frames)
             limit = max(share, int(self.min_pixels * 1.05)) * num_frames
-        if min(height, width) < self._unit:
-            scale = max(self._unit / height, self._unit / width)
+        if min(height, width) < self._token_side:
+            scale = max(self._token_side / height, self._token_side / width)
             height, width = int(height * scale), int(width * scale)
         num_frames = max(num_frames, self.temporal_patch)
         num_rounded = round(num_frames / self.temporal_patch) * self.temporal_patch
-        return self._fit(height, width, num_frames, num_rounded, limit)
+        return self._fit_frame_size(height, width, num_frames, num_rounded, limit)
 
-    def _compute_times(
+    def _compute_timestamps(
         self, frames: Sequence[int], num_patches: int, count: int, rate: float
     ) -> tuple[float, ...]:
-        """Return the mean time of the first and the last frame of each temporal patch."""
+        """Return the mean time of each temporal patch's first and last frame, in seconds."""
         size = self.temporal_patch
         ends = [(i * size, min((i + 1) * size, len(frames)) - 1) for i in range(num_patches)]
         return tuple((frames[start] / rate + frames[end] / rate) / 2 for start, end in ends)
@@ -217,7 +216,7 @@ def load_video_rules(
     min_pixels: int,
     max_pixels: int,
 ) -> VideoRules:
-    """Load the rules for a checkpoint's videos. Arguments of 0 stand for the checkpoint's values.
+    """Load a checkpoint's video rules. Arguments other than 0 replace the checkpoint's values.
 
     Raises:
         ValueError: A file cannot be read.
@@ -247,7 +246,7 @@ def load_video_rules(
 
 
 def read_header(video: Video) -> Header:
-    """Read the size of a video, without decoding all of it.
+    """Read the size and frame rate of a video, without decoding all frames.
 
     Raises:
         UnreadableImageError: The file is not a video, or the frames differ in size.
@@ -334,6 +333,6 @@ def _open_file(video: Video) -> Iterator[tuple[Any, Any]]:
 
 
 def _turn_upright(frame: Any) -> PIL.Image.Image:
-    """Convert a decoded frame to an upright RGB image. Phones store portraits sideways."""
+    """Convert a decoded frame to an upright RGB image. Phones store portrait videos sideways."""
     image = frame.to_image()
     return image.rotate(frame.rotation, expand=True) if frame.rotation else image

@@ -137,7 +137,7 @@ class QwenVision(VisionTower):
         )
 
     def num_scores(self, num_patches: int) -> int:
-        """Return the larger number of attention scores: that of a full or of a windowed layer."""
+        """Return the number of attention scores of the layer with most, full or windowed."""
         block_scores = min(num_patches, QUERY_BLOCK) * num_patches
         return self.num_heads * max(block_scores, 3 * self.window**2 * num_patches)
 
