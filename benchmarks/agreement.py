@@ -112,7 +112,7 @@ def _make_trials(
     table: Any, name: str, *, sizes: tuple[int, ...], dtype: Any, device: jax.Device
 ) -> list[Trial]:
     if table is experts_choice.KERNELS:
-        return [experts_choice.make_trial(*sizes, dtype, device)]
+        return [experts_choice.make_grouped_matmul_trial(*sizes, dtype, device)]
     if table is attention_choice.TRAIN_KERNELS:
         return [
             trials.make_packed_trial(*sizes, dtype, device, shares_prompts=SHARES_PROMPTS[name])

@@ -81,7 +81,9 @@ def _select_cached(
     # A loop of dynamic length would make the host wait for the GPU at every matmul.
     is_gpu = device.platform == "gpu"
     return select_kernel(
-        lambda _: [] if dtype is None else [make_trial(width, expert_width, dtype, device)],
+        lambda _: (
+            [] if dtype is None else [make_grouped_matmul_trial(width, expert_width, dtype, device)]
+        ),
         # Import lazily: the kernels of other platforms are not needed.
         {kernel: partial(pkgutil.resolve_name, kernels[kernel]) for kernel in candidates},
         grouped_matmul_static if is_gpu else grouped_matmul,
@@ -89,8 +91,10 @@ def _select_cached(
     )
 
 
-def make_trial(width: int, expert_width: int, dtype: DTypeLike, device: jax.Device) -> Trial:
-    """Build a self-test of the grouped matmul's forward and backward passes.
+def make_grouped_matmul_trial(
+    width: int, expert_width: int, dtype: DTypeLike, device: jax.Device
+) -> Trial:
+    """Build a trial of the grouped matmul, forward and backward, for the startup self-test.
 
     Rows beyond all groups have unspecified results and are not compared.
 
@@ -107,7 +111,7 @@ def make_trial(width: int, expert_width: int, dtype: DTypeLike, device: jax.Devi
     weights = rng.normal(size=(len(sizes), width, expert_width)).astype(np.float32)
     gradient = rng.normal(size=(num_rows, expert_width)).astype(np.float32)
 
-    def run(
+    def run_forward_and_backward(
         product: Callable[..., Any], rows: jax.Array, weights: jax.Array, sizes: jax.Array,
         gradient: jax.Array,
     ) -> Sequence[jax.Array]:  # fmt: skip
@@ -118,7 +122,7 @@ def make_trial(width: int, expert_width: int, dtype: DTypeLike, device: jax.Devi
     return Trial(
         operation="expert matmuls",
         names=("outputs", "gradient of rows", "gradient of weights"),
-        run=run,
+        run=run_forward_and_backward,
         arrays=(rows, weights, sizes, gradient),
         reference=grouped_matmul_static,
         dtype=dtype,

@@ -43,7 +43,7 @@ class DispatchOrder(NamedTuple):
 def sort_by_expert(
     topk_ids: Int[Array, "M k"], first_expert: int | jax.Array, num_experts: int
 ) -> DispatchOrder:
-    """Sort the pairs of local experts: the `num_experts` experts that start at `first_expert`."""
+    """Sort the pairs whose experts are local: the `num_experts` experts from `first_expert`."""
     M, k = topk_ids.shape
     capacity = M * min(k, num_experts)
     experts = topk_ids.reshape(-1) - first_expert

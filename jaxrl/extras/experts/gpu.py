@@ -17,7 +17,12 @@ from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxrl.extras.experts.products import choose_tile_rows, cumsum, find_tiles, make_grouped_matmul
+from jaxrl.extras.experts.products import (
+    choose_tile_rows,
+    cumsum,
+    make_grouped_matmul,
+    split_into_tiles,
+)
 
 MIN_TILE = 16
 """Minimum tile size of the tensor cores along each axis, to which arrays are padded."""
@@ -50,8 +55,8 @@ class BlockSizes:
     inner: int  # along the contracted axis
 
     @classmethod
-    def fit(cls, rows: int, columns: int, inner: int, dtype: DTypeLike) -> BlockSizes:
-        """Select the largest powers of two that divide each axis, up to a limit."""
+    def select(cls, rows: int, columns: int, inner: int, dtype: DTypeLike) -> BlockSizes:
+        """Select for each axis the largest power of two that divides it, up to a limit."""
         is_short = jnp.dtype(dtype).itemsize == 2
         limit, inner_limit = (128, 64) if is_short else (64, 32)
         return cls(
@@ -76,15 +81,17 @@ def _multiply_tiles(
     """
     (A, inner), (G, *shape) = rows.shape, weights.shape
     columns = shape[0 if is_transposed else 1]
-    blocks = BlockSizes.fit(choose_tile_rows(A, G, min_rows=MIN_TILE), columns, inner, rows.dtype)
-    tiles = find_tiles(sizes, A, blocks.rows)
+    blocks = BlockSizes.select(
+        choose_tile_rows(A, G, min_rows=MIN_TILE), columns, inner, rows.dtype
+    )
+    tiles = split_into_tiles(sizes, A, blocks.rows)
     if is_transposed:
         weights_spec = pl.BlockSpec((G, blocks.columns, inner), lambda c, t: (0, c, 0))
     else:
         weights_spec = pl.BlockSpec((G, inner, blocks.columns), lambda c, t: (0, 0, c))
     tile_spec = pl.BlockSpec(tiles.start.shape, lambda c, t: (0,))
     return pl.pallas_call(
-        partial(_rows_kernel, blocks=blocks, is_transposed=is_transposed),
+        partial(_grouped_matmul_kernel, blocks=blocks, is_transposed=is_transposed),
         grid=(columns // blocks.columns, len(tiles.start)),
         in_specs=[
             tile_spec,
@@ -101,7 +108,7 @@ def _multiply_tiles(
     )(tiles.start, tiles.group, tiles.size, rows, weights)
 
 
-def _rows_kernel(
+def _grouped_matmul_kernel(
     starts_ref: Any, groups_ref: Any, sizes_ref: Any, rows_ref: Any, weights_ref: Any,
     out_ref: Any, *, blocks: BlockSizes, is_transposed: bool,
 ) -> None:  # fmt: skip
@@ -129,14 +136,14 @@ def _compute_weight_gradient(
 ) -> jax.Array:
     """Compute the gradient of the weights; 0 for a group without rows.
 
-    Each program computes a block of a group's gradient in a loop over the group's rows, so the
-    order of summation is fixed and the block is written once.
+    Each program computes a block of a group's gradient in a loop over the group's rows. The order
+    of summation is therefore fixed, and the block is written once.
     """
     (A, D), F, G = rows.shape, gradient.shape[1], len(sizes)
-    blocks = BlockSizes.fit(D, F, 64, rows.dtype)
+    blocks = BlockSizes.select(D, F, 64, rows.dtype)
     group_spec = pl.BlockSpec((G,), lambda c, d, g: (0,))
     return pl.pallas_call(
-        partial(_weights_kernel, blocks=blocks),
+        partial(_weight_gradient_kernel, blocks=blocks),
         grid=(F // blocks.columns, D // blocks.rows, G),
         in_specs=[
             group_spec,
@@ -152,7 +159,7 @@ def _compute_weight_gradient(
     )(cumsum(sizes) - sizes, sizes, rows, gradient)
 
 
-def _weights_kernel(
+def _weight_gradient_kernel(
     starts_ref: Any, sizes_ref: Any, rows_ref: Any, gradient_ref: Any, out_ref: Any,
     *, blocks: BlockSizes,
 ) -> None:  # fmt: skip

@@ -1,8 +1,8 @@
 """Grouped matmul in XLA: sorted rows times the weights of their groups.
 
-On CPUs and CUDA, `jax.lax.ragged_dot` multiplies every row by the weights of every group, with an
-array of rows x groups x width. This implementation multiplies one tile of rows at a time by the
-weights of its group, so the cost is proportional to the number of rows.
+On CPUs and CUDA, `jax.lax.ragged_dot` multiplies every row by the weights of every group and
+allocates an array of rows x groups x width. This implementation multiplies one tile of rows at a
+time by the weights of the tile's group, so the cost is proportional to the number of rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_TILE = 128
 
 
 class Tiles(NamedTuple):
-    """Tiles of rows, each within a group. Trailing unused tiles start after all rows."""
+    """Tiles of rows, each within a group. Unused tiles come last and start after all rows."""
 
     start: jax.Array  # int32 [T]
     group: jax.Array  # int32 [T]
@@ -37,12 +37,15 @@ class Tiles(NamedTuple):
 
 
 def choose_tile_rows(num_rows: int, num_groups: int, *, min_rows: int = 8) -> int:
-    """Return the rows per tile: the mean group size as a clipped power of two."""
+    """Return the number of rows per tile: the mean group size, rounded up to a power of two.
+
+    The result is at least `min_rows` and at most `MAX_TILE`.
+    """
     return min(max(1 << max(num_rows // num_groups - 1, 0).bit_length(), min_rows), MAX_TILE)
 
 
 def count_at_most(ordered: Int[Array, " A"], values: Int[Array, " G"]) -> Int[Array, " G"]:
-    """Count the sorted numbers that do not exceed each value.
+    """For each value, count the sorted numbers that are at most as large.
 
     The search is unrolled because a GPU launches a kernel per loop iteration.
     """
@@ -51,11 +54,11 @@ def count_at_most(ordered: Int[Array, " A"], values: Int[Array, " G"]) -> Int[Ar
 
 
 def cumsum(sizes: Int[Array, " G"]) -> Int[Array, " G"]:
-    """Compute cumulative sums. JAX 0.12 lowers `jnp.cumsum` to a loop; this function avoids it."""
+    """Compute cumulative sums without a loop, unlike `jnp.cumsum` in JAX 0.12."""
     return jax.lax.associative_scan(jnp.add, sizes)
 
 
-def find_tiles(sizes: Int[Array, " G"], num_rows: int, tile: int) -> Tiles:
+def split_into_tiles(sizes: Int[Array, " G"], num_rows: int, tile: int) -> Tiles:
     """Split groups with at most `num_rows` rows in total into tiles of `tile` rows."""
     max_nonempty = min(num_rows, len(sizes))  # maximum number of nonempty groups
     max_tiles = max_nonempty + (num_rows - max_nonempty) // tile
@@ -104,12 +107,12 @@ def make_grouped_matmul(
     weights_gradient = partial(weights_gradient, **settings)
 
     @jax.custom_vjp
-    def product(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+    def matmul(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
         result: jax.Array = multiply(rows, weights, sizes, is_transposed=False)
         return result
 
     def forward(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> tuple[jax.Array, Any]:
-        return product(rows, weights, sizes), (rows, weights, sizes)
+        return matmul(rows, weights, sizes), (rows, weights, sizes)
 
     def backward(saved: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array, None]:
         rows, weights, sizes = saved
@@ -117,8 +120,8 @@ def make_grouped_matmul(
         drows = multiply(gradient, weights, sizes, is_transposed=True)
         return drows, weights_gradient(rows, gradient, sizes, weights.dtype), None
 
-    product.defvjp(forward, backward)
-    return product
+    matmul.defvjp(forward, backward)
+    return matmul
 
 
 def _multiply_tiles(
@@ -131,7 +134,7 @@ def _multiply_tiles(
 ) -> jax.Array:
     """Multiply rows by the weights of their group, or by the transposed weights."""
     tile = choose_tile_rows(len(rows), len(weights))
-    tiles = find_tiles(sizes, len(rows), tile)
+    tiles = split_into_tiles(sizes, len(rows), tile)
     padded = jnp.pad(rows, ((0, tile), (0, 0)))
     width = weights.shape[1 if is_transposed else 2]
     axes = "af,df->ad" if is_transposed else "ad,df->af"
@@ -160,7 +163,7 @@ def _compute_weight_gradient(
 ) -> jax.Array:
     """Compute the gradient of the weights, accumulating in float32."""
     tile = choose_tile_rows(len(rows), len(sizes))
-    tiles = find_tiles(sizes, len(rows), tile)
+    tiles = split_into_tiles(sizes, len(rows), tile)
     padded, gradient = (jnp.pad(x, ((0, tile), (0, 0))) for x in (rows, gradient))
 
     def step(index: jax.Array, total: jax.Array) -> jax.Array:

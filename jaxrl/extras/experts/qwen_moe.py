@@ -1,7 +1,7 @@
 """Qwen3-MoE: Qwen3's decoder with experts instead of MLPs in some layers.
 
-The parameter tree is that of `qwen`, except that `blocks/mlp` contains only the dense layers, and
-the N other layers have E experts each, and perhaps a shared expert that every token uses:
+The parameter tree is that of `qwen`, except that `blocks/mlp` contains only the dense layers. The N
+other layers have E experts each and, optionally, a shared expert that every token uses:
 
     blocks/moe/router/kernel                        [N, D, E]
     blocks/moe/{gate,up}/kernel                     [N, E, D, F]
@@ -98,7 +98,7 @@ class MoE(nnx.Module):
 
 
 class SharedExpert(MLP):
-    """SwiGLU weights of the shared expert, with the gate of its output."""
+    """Weights of the shared expert: a SwiGLU MLP and its output gate."""
 
     def __init__(self, config: QwenMoeConfig, *, rngs: nnx.Rngs):
         super().__init__(replace(config, mlp_width=config.shared_width), rngs=rngs)
@@ -107,7 +107,7 @@ class SharedExpert(MLP):
 
 @dataclass(frozen=True, kw_only=True)
 class QwenMoeConfig(QwenConfig):
-    """Qwen3-MoE model, built from its `config.json`, with its expert kernels.
+    """Config of a Qwen3-MoE model, read from its `config.json`, with its expert kernels.
 
     Attributes:
         experts: Function that applies a layer's experts, selected by `with_kernels`.
@@ -130,7 +130,7 @@ class QwenMoeConfig(QwenConfig):
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> QwenMoeConfig:
-        """Create the config from a `config.json` with old or new field names.
+        """Build the config from a `config.json` with old or new field names.
 
         Raises:
             ValueError: See `QwenConfig.from_dict`, or the numbers of experts are inconsistent.
@@ -186,7 +186,10 @@ class QwenMoeConfig(QwenConfig):
         return modules
 
     def feed_forward_axes(self) -> dict[str, Any]:
-        """Return the axis names. Experts are sharded over `expert`, and each expert like an MLP."""
+        """Return the axis names.
+
+        Experts are sharded over `expert`; the weights of each expert are sharded like an MLP's.
+        """
         gate_up = {"kernel": ("layer", "expert", "width of an expert", "mlp")}
         moe = {
             "router": {"kernel": ("layer", "width", None)},
@@ -202,7 +205,7 @@ class QwenMoeConfig(QwenConfig):
         return axes
 
     def weights_for_training(self, params: Params, dtype: DTypeLike) -> Params:
-        """Cast the weights, except for routers, which are cast in their matmul."""
+        """Cast all weights except those of routers, which are cast in the router's matmul."""
         weights = super().weights_for_training(params, dtype)
         moe = {**weights["blocks"]["moe"], "router": params["blocks"]["moe"]["router"]}
         return {**weights, "blocks": {**weights["blocks"], "moe": moe}}
@@ -213,7 +216,7 @@ class QwenMoeConfig(QwenConfig):
 
     @property
     def recorded_specs(self) -> Mapping[str, TokenArraySpec]:
-        """Spec of the array of selected experts per token; invalid indices mark unknown experts."""
+        """Spec of the selected experts of each token. Invalid indices mark unknown experts."""
         dtype = routing.select_index_dtype(self.num_experts)
         shape = len(self.expert_layers), self.top_k
         return {ROUTED_EXPERTS: TokenArraySpec(shape=shape, dtype=dtype, fill=np.iinfo(dtype).max)}
@@ -270,7 +273,7 @@ class QwenMoeConfig(QwenConfig):
         kernels = {name: part["kernel"] for name, part in layer["moe"].items()}
         router = kernels.pop("router")
         logits = project("dv", x, router.astype(x.dtype), router)
-        layer_routing = routing.route(
+        layer_routing = routing.route_tokens(
             checkpoint_name(logits, "router"),
             top_k=self.top_k,
             renormalize=self.renormalize,
@@ -315,7 +318,7 @@ class QwenMoeConfig(QwenConfig):
         return len(self.expert_layers) * (self.num_experts - self.top_k) * params_per_expert
 
     def memory_terms(self, tensor: int) -> MemoryTerms:
-        """Return the dense model's memory, with the wider of an MLP and a shared expert."""
+        """Return the memory of a dense model with the wider of an MLP and a shared expert."""
         width = max(self.mlp_width if self._dense_layers else 0, self.shared_width)
         return super(QwenMoeConfig, replace(self, mlp_width=width)).memory_terms(tensor)
 
@@ -347,7 +350,7 @@ def read_expert_fields(
 
     Args:
         fields: Fields of a `config.json`.
-        filled: The same after `fill_hf_defaults`.
+        filled: The same fields after `fill_hf_defaults`.
         source: File name for error messages.
 
     Raises:

@@ -26,7 +26,7 @@ class Routing(NamedTuple):
     differs: jax.Array | None = None  # bool [M], True if replayed experts are not the top k
 
 
-def route(
+def route_tokens(
     logits: Float[Array, "M E"],
     *,
     top_k: int,
@@ -38,8 +38,8 @@ def route(
     Args:
         logits: Router logits, float32.
         top_k: Number of experts per token.
-        renormalize: True to normalize a token's expert weights to sum to 1; False to use the
-            softmax probabilities.
+        renormalize: True to scale a token's expert weights to sum to 1; False to use the softmax
+            probabilities.
         replayed_ids: Experts to use instead of the top k, with weights from `logits`
             (https://arxiv.org/abs/2510.11370). A token with an invalid index uses the top k.
     """
@@ -61,10 +61,7 @@ def route(
 def has_valid_expert_ids(
     replayed_ids: Integer[Array, "M k"], num_experts: int
 ) -> Bool[Array, " M"]:
-    """Return True for tokens whose expert ids are valid.
-
-    A token without recorded experts has invalid ids.
-    """
+    """Return True for tokens with valid expert ids, and False for tokens without recorded ids."""
     return (replayed_ids < num_experts).all(axis=-1)
 
 

@@ -16,7 +16,7 @@ from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxrl.extras.kernels.readers import find_last_readers
+from jaxrl.extras.kernels.query_ends import compute_query_ends
 from jaxrl.models.attention.reference import (
     EMPTY_LSE,
     MASK_VALUE,
@@ -44,7 +44,7 @@ def attend_packed(
     that reads a key. Tokens are padded to full blocks, and heads to a power of two.
     """
     Q, H = q.shape[1], q.shape[3]
-    configs = KernelConfigs.resolve(H, q.dtype, interpret)
+    configs = KernelConfigs.select(H, q.dtype, interpret)
     q, k, v, key_ranges = pad_to_blocks(q, k, v, key_ranges, configs.forward.block)
     pad = ((0, 0), (0, 0), (0, 0), (0, pl.next_power_of_2(H) - H))
     q, k, v = (jnp.pad(x, pad) for x in (q, k, v))
@@ -63,8 +63,8 @@ class KernelConfig:
     interpret: bool
     first: int = 0  # index of the first query among the keys, a multiple of `block`
 
-    def resolve(self, q: jax.Array, k: jax.Array) -> KernelConfig:
-        """Return a copy for `q` [R, Q, N, H], the queries of the last Q tokens of `k`."""
+    def with_first_query(self, q: jax.Array, k: jax.Array) -> KernelConfig:
+        """Return a copy with `first` set for `q`, the queries of the last tokens of `k`."""
         return replace(self, first=k.shape[1] - q.shape[1])
 
     def get_query_positions(self, index: Any, size: int) -> jax.Array:
@@ -86,13 +86,16 @@ class KernelConfig:
 
 @dataclass(frozen=True)
 class KernelConfigs:
-    """Parameters of both passes. The backward block size divides the forward block size."""
+    """Parameters of the forward and the backward kernels.
+
+    The backward block size divides the forward block size.
+    """
 
     forward: KernelConfig
     backward: KernelConfig
 
     @classmethod
-    def resolve(cls, head_dim: int, dtype: DTypeLike, interpret: bool) -> KernelConfigs:
+    def select(cls, head_dim: int, dtype: DTypeLike, interpret: bool) -> KernelConfigs:
         """Select block sizes that fit in the shared memory and registers of a Hopper GPU."""
         scale = head_dim**-0.5 * math.log2(math.e)
         make = partial(KernelConfig, num_warps=8, num_stages=2, scale=scale, interpret=interpret)
@@ -112,7 +115,7 @@ def _forward(
     q: jax.Array, k: jax.Array, v: jax.Array, key_ranges: jax.Array, configs: KernelConfigs
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Return the outputs and the residuals, which contain the log-sum-exp in base 2."""
-    config = configs.forward.resolve(q, k)
+    config = configs.forward.with_first_query(q, k)
     R, Q, N, _ = q.shape
     queries, keys, tokens, lse_spec = _make_query_specs(q, k, config)
     lse = jax.ShapeDtypeStruct((R, N, Q), jnp.float32)
@@ -231,13 +234,13 @@ def _backward(
     configs: KernelConfigs, residuals: tuple[jax.Array, ...], gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     q, k, v, key_ranges, out, lse = residuals
-    config = configs.backward.resolve(q, k)
+    config = configs.backward.with_first_query(q, k)
     (R, Q, N, H), (T, K) = q.shape, k.shape[1:3]
     query_ranges = key_ranges[:, :, config.first :]
     delta = (out.astype(jnp.float32) * gradient.astype(jnp.float32)).sum(axis=-1).swapaxes(1, 2)
     queries, keys, tokens, lse_spec = _make_query_specs(q, k, config)
     dq = config.build_pallas_call(
-        _backward_queries_kernel,
+        _dq_kernel,
         "attention_backward_queries",
         grid=(Q // config.block, N, R),
         in_specs=[queries, keys, keys, tokens, queries, lse_spec, lse_spec],
@@ -250,17 +253,17 @@ def _backward(
     lse_spec = pl.BlockSpec((None, N // K, Q), lambda j, k, r: (r, k, 0))
     row = pl.BlockSpec((None, 3, Q), lambda j, k, r: (r, 0, 0))
     dk, dv = config.build_pallas_call(
-        _backward_keys_kernel,
+        _dkdv_kernel,
         "attention_backward_keys",
         grid=(T // config.block, K, R),
         in_specs=[heads, block, block, row, tokens, heads, lse_spec, lse_spec],
         out_specs=[block, block],
         out_shape=[jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)],
-    )(q, k, v, query_ranges, find_last_readers(key_ranges), gradient, lse, delta)
+    )(q, k, v, query_ranges, compute_query_ends(key_ranges), gradient, lse, delta)
     return dq, dk, dv, None
 
 
-def _backward_queries_kernel(
+def _dq_kernel(
     q_ref: Any,
     k_ref: Any,
     v_ref: Any,
@@ -295,7 +298,7 @@ def _backward_queries_kernel(
     out_ref[...] = (total * (config.scale * math.log(2))).astype(out_ref.dtype)
 
 
-def _backward_keys_kernel(
+def _dkdv_kernel(
     q_ref: Any,
     k_ref: Any,
     v_ref: Any,

@@ -37,9 +37,9 @@ def attend_packed(
 
     Each query has two ranges: its segment and a shared prompt. The forward pass therefore runs
     twice, skips blocks that no query reads, and merges the results by log-sum-exp. Tokamax's
-    backward kernels process all blocks before the diagonal, so Hopper uses `gradients_hopper`.
-    Other GPUs and wide heads run two backward passes, which use the output and log-sum-exp of the
-    complete softmax, and sum the gradients.
+    backward kernels process all blocks before the diagonal, so Hopper uses `gradients_hopper`. On
+    other GPUs, and for wide heads, two backward passes use the output and log-sum-exp of the
+    complete softmax, and their gradients are summed.
 
     Args:
         q: Queries of the last Q tokens.
@@ -91,7 +91,7 @@ class XlaKernels:
         scores = self._compute_scores(q, k, keys)
         lse = jax.nn.logsumexp(scores, axis=-1)
         weights = jnp.exp(scores - jnp.where(jnp.isfinite(lse), lse, 0.0)[..., None])
-        return self._einsum_by_query("rkgts,rskh->rtkgh", weights, v, q), lse.reshape(R, N, Q)
+        return self._einsum_to_query_shape("rkgts,rskh->rtkgh", weights, v, q), lse.reshape(R, N, Q)
 
     def backward(
         self, q: jax.Array, k: jax.Array, v: jax.Array, keys: KeyRange,
@@ -106,12 +106,12 @@ class XlaKernels:
         delta = (d_out * out.reshape(group_shape)).sum(axis=-1).transpose(0, 2, 3, 1)
         d_weights = jnp.einsum("rtkgh,rskh->rkgts", d_out, v.astype(jnp.float32))
         d_scores = weights * (d_weights - delta[..., None]) * self.scale
-        dq = self._einsum_by_query("rkgts,rskh->rtkgh", d_scores, k, q)
+        dq = self._einsum_to_query_shape("rkgts,rskh->rtkgh", d_scores, k, q)
         dk = jnp.einsum("rkgts,rtkgh->rskh", d_scores, q.reshape(group_shape))
         dv = jnp.einsum("rkgts,rtkgh->rskh", weights, d_out)
         return dq, dk.astype(k.dtype), dv.astype(v.dtype)
 
-    def _einsum_by_query(
+    def _einsum_to_query_shape(
         self, axes: str, weights: jax.Array, x: jax.Array, q: jax.Array
     ) -> jax.Array:
         return jnp.einsum(axes, weights, x.astype(jnp.float32)).reshape(q.shape).astype(q.dtype)
@@ -175,7 +175,7 @@ class TokamaxKernels:
         return attention_gradients["q"], attention_gradients["k"], attention_gradients["v"]
 
     def is_hopper(self) -> bool:
-        """Return True if the GPU is a Hopper GPU, which `gradients_hopper` requires."""
+        """Return True if the GPU is a Hopper GPU, as `gradients_hopper` requires."""
         return bool(import_tokamax("attention.pallas_mosaic_gpu").gpu_utils.is_sm90())
 
     def _make_settings(self, q: jax.Array, k: jax.Array, keys: KeyRange) -> dict[str, Any]:
@@ -190,6 +190,7 @@ class TokamaxKernels:
 
 
 def _split_key_ranges(q: jax.Array, key_ranges: jax.Array, shares_prompts: bool) -> list[KeyRange]:
+    """Return the key range in each query's segment and, if prompts are shared, in its prompt."""
     starts, *shared = jnp.moveaxis(key_ranges[:, :, -q.shape[1] :], 1, 0)
     return [KeyRange(starts, None), KeyRange(*shared)][: 1 + shares_prompts]
 
@@ -228,9 +229,9 @@ def _backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     q, k, v, key_ranges, out, lse = residuals
     if isinstance(kernels, TokamaxKernels) and q.shape[3] <= MAX_HEAD_DIM and kernels.is_hopper():
-        from jaxrl.extras.kernels.gradients_hopper import attention_gradients
+        from jaxrl.extras.kernels.gradients_hopper import compute_attention_gradients
 
-        return *attention_gradients(
+        return *compute_attention_gradients(
             q, k, v, key_ranges, out, lse, gradient, scale=kernels.scale
         ), None
     ranges = _split_key_ranges(q, key_ranges, shares_prompts)

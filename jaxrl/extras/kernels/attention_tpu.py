@@ -158,7 +158,7 @@ class PageSteps(NamedTuple):
     def build(
         cls, tables: jax.Array, num_pages: jax.Array, width: int
     ) -> tuple[PageSteps, jax.Array]:
-        """Divide the live pages into steps of `width` pages; return the steps and their number."""
+        """Divide the live pages into steps of `width` pages; return the steps and their count."""
         B, M = tables.shape
         num_steps = -(-num_pages // width)
         ends = jnp.cumsum(num_steps)
@@ -235,14 +235,14 @@ def _pages_kernel(
     values_ref: Any, arrived_ref: Any, highest_ref: Any, total_ref: Any, *, scale: float,
     heads_per_matrix: int, groups: int,
 ) -> None:  # fmt: skip
-    """Add a step's pages to a block's softmax; outputs are sums until the last step."""
+    """Add a step's pages to a block's running softmax; the last step normalizes the outputs."""
     steps = PageSteps(tables_ref, num_pages_ref, starts_ref, blocks_ref)
     (slots, width), (page, H) = keys_ref.shape[:2], keys_ref.shape[3:]
     step, num_steps = pl.program_id(0), pl.num_programs(0)
     block, first_page = steps.locate_first_page(step, width)
 
     # Start the copies of a step's live pages, or wait for them.
-    def copy(step: Any, *, should_wait: bool) -> None:
+    def copy_pages(step: Any, *, should_wait: bool) -> None:
         slot = jax.lax.rem(step, slots)
         for index in range(width):
             table_index, is_live = steps.locate_page(step, index, width)
@@ -262,11 +262,11 @@ def _pages_kernel(
         for slot in range(slots):
             values_ref[slot] = jnp.zeros(values_ref.shape[1:], values_ref.dtype)
         for early_step in range(slots - 1):
-            pl.when(early_step < num_steps)(partial(copy, early_step, should_wait=False))
+            pl.when(early_step < num_steps)(partial(copy_pages, early_step, should_wait=False))
 
     # Prefetch the pages of a later step into the slot that the previous step freed.
     prefetch_step = step + slots - 1
-    pl.when(prefetch_step < num_steps)(partial(copy, prefetch_step, should_wait=False))
+    pl.when(prefetch_step < num_steps)(partial(copy_pages, prefetch_step, should_wait=False))
 
     @pl.when(first_page == 0)
     def _() -> None:
@@ -275,7 +275,7 @@ def _pages_kernel(
         total_ref[...] = jnp.zeros(total_ref.shape, jnp.float32)
 
     # Wait for this step's pages. Compute which positions each row reads, and its KV head.
-    copy(step, should_wait=True)
+    copy_pages(step, should_wait=True)
     slot, limits = jax.lax.rem(step, slots), limits_ref[0]
     shape = (limits.shape[0], width * page)
     is_read = first_page * page + jax.lax.broadcasted_iota(jnp.int32, shape, 1) < limits

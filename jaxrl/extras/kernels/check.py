@@ -56,7 +56,7 @@ def select_kernel(
     *,
     config_key: str = "",
 ) -> SelectedKernel:
-    """Try the candidate kernels in order; see `models.kernel_check.select_kernel`."""
+    """Return the first candidate kernel that passes; see `models.kernel_check.select_kernel`."""
     kernel_checks: list[KernelCheck] = []
     for name, load in candidates.items():
         for trial in make_trials(name):
@@ -95,7 +95,7 @@ def _run_trial(
 
 
 def _check_kernel(trial: Trial, load: Callable[[], Callable[..., Any]]) -> tuple[bool, str]:
-    """Compare a kernel with XLA; return True if they agree, and a description of the errors."""
+    """Compare a kernel with XLA; return whether they agree, and a description of the errors."""
     # Skip a kernel that does not compile or run; end the run if a kernel breaks the device.
     start = time.monotonic()
     try:
@@ -120,8 +120,8 @@ def _check_kernel(trial: Trial, load: Callable[[], Callable[..., Any]]) -> tuple
         if not np.isfinite(actual).all():
             return False, f"{name}: {np.sum(~np.isfinite(actual))} of {actual.size} are not finite"
         # Bounds: twice the rounding error in total and per piece, four times it for a vector.
-        off = RelativeErrors.compute(actual, exact)
-        rounding = RelativeErrors.compute(baseline, exact)
+        off = RelativeErrors.from_arrays(actual, exact)
+        rounding = RelativeErrors.from_arrays(baseline, exact)
         bound = max(2 * rounding.total, ERROR_FLOOR[itemsize])
         if off.total > bound:
             return False, f"{name}: off by {off.total:.2%}; rounding explains at most {bound:.2%}"
@@ -150,10 +150,10 @@ class RelativeErrors(NamedTuple):
     pieces: dict[str, float]  # relative to the norm of the piece; keys are NumPy slices
 
     @classmethod
-    def compute(cls, actual: np.ndarray, exact: np.ndarray) -> RelativeErrors:
+    def from_arrays(cls, actual: np.ndarray, exact: np.ndarray) -> RelativeErrors:
         """Compute the total error, the error of the worst vector, and the error of each piece.
 
-        Pieces reveal errors in a single head, or in late keys, whose gradients are small.
+        Pieces reveal errors in a single head, or in late keys, which have small gradients.
         """
         off, square = (np.square(x).sum(axis=-1) for x in (actual - exact, exact))
         baseline = square.mean() or 1.0

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mosaic
 from jaxtyping import Array, Float, Int
 
-from jaxrl.extras.kernels.readers import find_last_readers
+from jaxrl.extras.kernels.query_ends import compute_query_ends
 from jaxrl.models.attention.reference import find_key_blocks
 
 GROUPS = 2
@@ -49,7 +49,7 @@ load: Any = mosaic.load
 """`mosaic.load`, which can be called without an index since JAX 0.11."""
 
 
-def attention_gradients(
+def compute_attention_gradients(
     q: Float[Array, "R Q N H"],
     k: Float[Array, "R T K H"],
     v: Float[Array, "R T K H"],
@@ -90,7 +90,7 @@ def attention_gradients(
         compiler_params=mosaic.CompilerParams(approx_math=True),
     )
     dq = call(
-        partial(_queries_kernel, config=config),
+        partial(_dq_kernel, config=config),
         grid=(Q // TILE, R, N),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         scratch_types=[
@@ -101,7 +101,7 @@ def attention_gradients(
         kernel_name="attention_backward_queries",
     )(*arrays, *_find_key_blocks(key_ranges, config))
     dk, dv = call(
-        partial(_keys_kernel, config=config),
+        partial(_dkdv_kernel, config=config),
         grid=(T // TILE, R, K),
         out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v)],
         scratch_types=[
@@ -144,8 +144,8 @@ def _find_key_blocks(key_ranges: jax.Array, config: GradientConfig) -> tuple[jax
     Returns:
         `blocks`, int32 `[R, Q / TILE, 4]`: for each query tile, the first key block and number of
         key blocks of the shared prompt, the first key block of the segment, and the total number of
-        key blocks. `mask_bound`, int32 `[R, Q / BLOCK]`: for each query block, all queries read the
-        keys from this index up to the diagonal block, which therefore need no mask.
+        key blocks. `mask_bound`, int32 `[R, Q / BLOCK]`: for each query block, the first of the
+        keys before the diagonal block that need no mask, because all of its queries read them.
     """
     R = len(key_ranges)
     query_ranges = key_ranges[..., config.first :].reshape(R, 3, -1, TILE)
@@ -164,12 +164,12 @@ def _find_query_blocks(
 
     Returns:
         `blocks`, int32 `[R, T / TILE, 2]`: for each key tile, the first query block and the number
-        of query blocks (at least 1). `mask_bound`, int32 `[R, T / BLOCK]`: for each key block,
-        queries past the diagonal block and before this index read all of its keys and therefore
-        need no mask.
+        of query blocks (at least 1). `mask_bound`, int32 `[R, T / BLOCK]`: for each key block, the
+        end of the queries after the diagonal block that need no mask, because they read all of its
+        keys.
     """
     R, _, T = key_ranges.shape
-    ends = find_last_readers(key_ranges)
+    ends = compute_query_ends(key_ranges)
     tiles = jnp.arange(T // TILE) * TILE
     first = jnp.maximum(tiles - config.first, 0) // BLOCK
     last = -(-(ends.reshape(R, -1, TILE).max(axis=2) - config.first) // BLOCK)
@@ -192,7 +192,7 @@ def _make_positions(first: Any, shape: tuple[int, int], axis: int) -> jax.Array:
     return first + mosaic.broadcasted_iota(jnp.int32, shape, axis, layout=mosaic.Layout.WGMMA)
 
 
-def _load(ref: Any, layout: Any) -> jax.Array:
+def _load_with_layout(ref: Any, layout: Any) -> jax.Array:
     return load(ref, layout=layout, optimized=False)
 
 
@@ -200,7 +200,7 @@ SCORES = (BLOCK, BLOCK)
 """Shape of the scores of a query block and a key block."""
 
 
-def _queries_kernel(
+def _dq_kernel(
     q_ref: Any, k_ref: Any, v_ref: Any, gradient_ref: Any, lse_ref: Any, delta_ref: Any,
     ranges_ref: Any, blocks_ref: Any, bound_ref: Any, out_ref: Any, q_smem: Any, gradient_smem: Any,
     load_barriers: Any, *, config: GradientConfig,
@@ -224,7 +224,9 @@ def _queries_kernel(
         mosaic.copy_gmem_to_smem(
             gradient_ref.at[row, block_slice, head], gradient_smem.at[group], barrier
         )
-        lse, delta = (_load(ref.at[row, head, block_slice], ROWS) for ref in (lse_ref, delta_ref))
+        lse, delta = (
+            _load_with_layout(ref.at[row, head, block_slice], ROWS) for ref in (lse_ref, delta_ref)
+        )
         mask_bound = bound_ref[row, tile * GROUPS + group]
         mosaic.barrier_wait(barrier)
         total = pl.run_scoped(
@@ -241,7 +243,7 @@ def _queries_kernel(
         total, lse, delta, mask_bound = carry
         key = get_block_index(index[0]) * BLOCK
 
-        def multiply(scores: Any, d_weights: Any) -> Any:
+        def compute_scores(scores: Any, d_weights: Any) -> Any:
             mosaic.wgmma(d_weights, gradient_smem.at[group], v.T)
             mosaic.wgmma(scores, q_smem.at[group], k.T)
             mosaic.wgmma_wait(1)
@@ -249,7 +251,7 @@ def _queries_kernel(
             return scores[...], d_weights[...]
 
         acc = mosaic.ACC(SCORES, jnp.float32)
-        scores, d_weights = pl.run_scoped(multiply, acc, acc)
+        scores, d_weights = pl.run_scoped(compute_scores, acc, acc)
 
         def broadcast(x: jax.Array) -> jax.Array:
             return jax.lax.broadcast_in_dim(x, SCORES, [0])
@@ -257,7 +259,9 @@ def _queries_kernel(
         weights = jnp.exp2(scores * (config.scale * math.log2(math.e)) - broadcast(lse))
 
         def mask_weights() -> jax.Array:
-            key_ranges = [_load(ranges_ref.at[row, i, block_slice], ROWS) for i in range(3)]
+            key_ranges = [
+                _load_with_layout(ranges_ref.at[row, i, block_slice], ROWS) for i in range(3)
+            ]
             positions = _make_positions(key, SCORES, 1), _make_positions(query, SCORES, 0)
             return jnp.where(_make_attention_mask(key_ranges, *positions, broadcast), weights, 0.0)
 
@@ -288,7 +292,7 @@ def _queries_kernel(
     )(k_ref.at[row, :, kv_head], v_ref.at[row, :, kv_head])
 
 
-def _keys_kernel(
+def _dkdv_kernel(
     q_ref: Any, k_ref: Any, v_ref: Any, gradient_ref: Any, lse_ref: Any, delta_ref: Any,
     ranges_ref: Any, blocks_ref: Any, bound_ref: Any, dk_ref: Any, dv_ref: Any,
     k_smem: Any, v_smem: Any, load_barriers: Any, *, config: GradientConfig,
@@ -332,7 +336,7 @@ def _keys_kernel(
         def broadcast(x: jax.Array) -> jax.Array:
             return jax.lax.broadcast_in_dim(x, SCORES, [1])
 
-        def multiply(acc: Any) -> Any:
+        def compute_scores(acc: Any) -> Any:
             mosaic.wgmma(acc, k_smem.at[group], q.T)
             row_values = load(lse, layout=COLUMNS), load(delta, layout=COLUMNS)
             mosaic.barrier_arrive(lse_done)
@@ -340,12 +344,13 @@ def _keys_kernel(
             return acc[...], *row_values
 
         acc = mosaic.ACC(SCORES, jnp.float32)
-        scores, sums, deltas = pl.run_scoped(multiply, acc)
+        scores, sums, deltas = pl.run_scoped(compute_scores, acc)
         weights = jnp.exp2(scores * (config.scale * math.log2(math.e)) - broadcast(sums))
 
         def mask_weights() -> jax.Array:
             key_ranges = [
-                _load(ranges_ref.at[row, i, pl.ds(queries, BLOCK)], COLUMNS) for i in range(3)
+                _load_with_layout(ranges_ref.at[row, i, pl.ds(queries, BLOCK)], COLUMNS)
+                for i in range(3)
             ]
             positions = _make_positions(key, SCORES, 0), _make_positions(query, SCORES, 1)
             return jnp.where(_make_attention_mask(key_ranges, *positions, broadcast), weights, 0.0)
@@ -354,13 +359,13 @@ def _keys_kernel(
         is_unmasked = (query >= key + BLOCK) & (query + BLOCK <= mask_bound)
         weights = jax.lax.cond(is_unmasked, lambda: weights, mask_weights)
 
-        def multiply_values(acc: Any) -> jax.Array:
+        def compute_d_weights(acc: Any) -> jax.Array:
             mosaic.wgmma(acc, v_smem.at[group], gradient.T)
             mosaic.wgmma(dv, weights.astype(gradient.dtype), gradient)
             # The second product runs while the result of the first is used.
             return mosaic.wgmma_accumulator_load(acc, wait_n=1)
 
-        d_scores = weights * (pl.run_scoped(multiply_values, acc) - broadcast(deltas))
+        d_scores = weights * (pl.run_scoped(compute_d_weights, acc) - broadcast(deltas))
         mosaic.wgmma(dk, d_scores.astype(q.dtype), q)
         mosaic.wgmma_wait(1)
         mosaic.barrier_arrive(gradient_done)

@@ -1,10 +1,10 @@
 """Paged attention on NVIDIA Hopper GPUs: a Pallas kernel for the Mosaic GPU backend.
 
 The kernel combines flash-decoding (https://pytorch.org/blog/flash-decoding/) with stream-K work
-partitioning (https://arxiv.org/abs/2301.03598). A unit of work is a page of a KV head, or the start
-of a KV head. The units of all rows are concatenated and divided evenly among programs, one per
-multiprocessor, so the GPU is fully used even with a few long rows. If a row is split among
-programs, each writes a partial softmax, and XLA merges them.
+partitioning (https://arxiv.org/abs/2301.03598). Each page of a KV head is one unit of work, and
+starting a KV head costs one more. The units of all rows are concatenated and divided evenly among
+programs, one per multiprocessor, so the GPU is fully used even with a few long rows. If a row is
+split among programs, each program writes a partial softmax, and XLA merges the results.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def attend_pages(
 ) -> tuple[Float[Array, "B Q N H"], Float[Array, "B Q N"]]:
     """Compute `reference.attend_pages` without reading pages beyond a block's highest limit.
 
-    A query matrix holds up to `ROWS` queries of a block for one KV head, and reads the pages below
-    its highest limit. The Pallas interpreter (since JAX 0.12) also supports other sizes and
+    A query matrix holds up to `ROWS` queries of a block for one KV head. Its queries read the pages
+    below their highest limit. The Pallas interpreter (since JAX 0.12) also supports other sizes and
     float32.
 
     Raises:
@@ -122,7 +122,7 @@ class WorkPartition(NamedTuple):
 
 
 def partition_work(limits: Int[Array, " F"], page_tokens: int, num_heads: int) -> WorkPartition:
-    """Divide the pages below each limit, for all KV heads, among `NUM_PROGRAMS`.
+    """Divide the pages below each limit, for all KV heads, among programs.
 
     The numbers of units per program differ by at most one. If the longest row would be split among
     more than `MAX_PARTS` programs, fewer programs are used. A span costs about as much as a page:
@@ -196,7 +196,7 @@ Cursor = tuple[Any, Any, Any, Any]
 def get_next_span(
     cursor: Cursor, program: Any, pages: Any, next_live: Any, K: int
 ) -> tuple[PageSpan, Cursor]:
-    """Return the next span of a program, and the advanced cursor."""
+    """Return a program's next span, and the cursor after it."""
     matrix, head, start, num_left = cursor
     width = pages[matrix]
     count = jnp.minimum(width - start, num_left)
@@ -219,8 +219,8 @@ def _run_kernel(
 ) -> tuple[Float[Array, "slots rows H"], Float[Array, "slots rows"]]:
     """Compute the output and log-sum-exp of each slot; unused slots are uninitialized.
 
-    One of a program's two warpgroups copies pages to a ring buffer; the other multiplies. The
-    kernel also computes padding rows of a matrix, because it is memory-bound.
+    One of a program's two warpgroups copies pages to a ring buffer; the other computes attention.
+    Padding rows are also computed, because the kernel is memory-bound.
     """
     F, K, rows, H = q.shape
     page = keys.shape[2]
@@ -242,7 +242,11 @@ def _run_kernel(
     )
     slots = F * K + 2 * NUM_PROGRAMS
     call = plgpu.kernel(
-        partial(_kernel, matrices_per_row=F // len(tables), scale=H**-0.5 * math.log2(math.e)),
+        partial(
+            _attend_pages_kernel,
+            matrices_per_row=F // len(tables),
+            scale=H**-0.5 * math.log2(math.e),
+        ),
         out_type=(
             jax.ShapeDtypeStruct((slots, rows, H), jnp.float32),
             jax.ShapeDtypeStruct((slots, rows), jnp.float32),
@@ -282,7 +286,7 @@ class SharedMemory(NamedTuple):
     free_barriers: Any
 
 
-def _kernel(*refs: Any, matrices_per_row: int, scale: float) -> None:
+def _attend_pages_kernel(*refs: Any, matrices_per_row: int, scale: float) -> None:
     q, keys, values, tables, limits, pages, next_live, programs, out, lse = refs[:10]
     shared = SharedMemory(*refs[10:])
     program = jax.lax.axis_index("program")
@@ -397,11 +401,11 @@ def _attend_span(
 def _matmul(a: Any, b: Any) -> jax.Array:
     """Multiply two matrices in shared memory, accumulating in float32."""
 
-    def multiply(total: Any) -> jax.Array:
+    def run_wgmma(total: Any) -> jax.Array:
         plgpu.wgmma(total, a, b)
         return total[...]
 
-    return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
+    return pl.run_scoped(run_wgmma, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
 
 
 def _broadcast_columns(x: jax.Array, like: jax.Array) -> jax.Array:
@@ -414,9 +418,9 @@ def _merge_partial_results(
 ) -> tuple[Float[Array, "FK rows H"], Float[Array, "FK rows"]]:
     """Return the result of each KV head, merging heads that are split among programs.
 
-    A program is the first program of at most one split head, the head in which its units end.
-    Partial results are therefore merged once per program, and a split head gets the merged result
-    of its first program.
+    A program starts at most one split head: the head in which its units end. Partial results are
+    therefore merged once per program, and a split head gets the merged result of the program that
+    starts it.
     """
     F = len(work.pages)
     pages = jnp.repeat(work.pages, K)

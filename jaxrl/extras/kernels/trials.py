@@ -34,8 +34,8 @@ def make_packed_trial(
     """Build a trial of the update's attention, forward and backward, on two packed rows.
 
     Args:
-        num_heads: Query heads on one device.
-        num_kv_heads: KV heads on one device.
+        num_heads: Number of query heads on one device.
+        num_kv_heads: Number of KV heads on one device.
         head_dim: Head size.
         dtype: Compute dtype of the run.
         device: Device that runs the trial.
@@ -56,7 +56,7 @@ def make_packed_trial(
     k, v = rng.normal(size=(2, *shape, num_kv_heads, head_dim)).astype(np.float32)
     key_ranges = np.asarray(compute_key_ranges(jnp.asarray(ids), jnp.asarray(positions)))
 
-    def run(
+    def run_attention(
         attend_packed: Callable[..., Any],
         q: jax.Array,
         k: jax.Array,
@@ -74,7 +74,7 @@ def make_packed_trial(
     return Trial(
         operation="attention of the update",
         names=("outputs", "gradient of queries", "gradient of keys", "gradient of values"),
-        run=run,
+        run=run_attention,
         arrays=(q, k, v, key_ranges, gradient, ids > 0),
         reference=XLA.attend_packed,
         dtype=dtype,
@@ -95,8 +95,8 @@ def make_paged_trial(
     """Build a trial of attention in the sampler, with rows that end near page boundaries.
 
     Args:
-        num_heads: Query heads on one device.
-        num_kv_heads: KV heads on one device.
+        num_heads: Number of query heads on one device.
+        num_kv_heads: Number of KV heads on one device.
         head_dim: Head size.
         dtype: Compute dtype of the run.
         device: Device that runs the trial.
@@ -116,7 +116,7 @@ def make_paged_trial(
     pages = (2, num_pages, num_kv_heads, page_tokens, head_dim)
     keys, values = rng.normal(size=pages).astype(np.float32)
 
-    def run(
+    def run_attention(
         attend_pages: Callable[..., Any], q: jax.Array, keys: jax.Array, values: jax.Array,
         tables: jax.Array, limits: jax.Array,
     ) -> Sequence[jax.Array]:  # fmt: skip
@@ -130,7 +130,7 @@ def make_paged_trial(
     return Trial(
         operation="attention of the sampler, " + ("decoding" if num_queries == 1 else "reading"),
         names=("outputs", "means of weights"),
-        run=run,
+        run=run_attention,
         arrays=(q, keys, values, tables, limits),
         reference=XLA.attend_pages,
         dtype=dtype,

@@ -14,7 +14,7 @@ from jaxrl.extras.experts.routing import (
     compute_usage_metrics,
     init_results,
     record_layer,
-    route,
+    route_tokens,
     store_results,
 )
 from jaxrl.models.attention.reference import XLA
@@ -91,7 +91,7 @@ def test_balance_and_metrics_by_hand():
     found = init_results(aux, num_layers=2, num_tokens=4, top_k=2, num_experts=4)
     for number, row in enumerate(probabilities):
         logits = jnp.log(jnp.tile(row, (4, 1)))
-        found = record_layer(aux, found, number, route(logits, top_k=2, renormalize=True))
+        found = record_layer(aux, found, number, route_tokens(logits, top_k=2, renormalize=True))
     store_results(aux, found)
     usage = aux.statistics
     assert aux.recorded[ROUTED_EXPERTS].tolist() == [[[0, 1]] * 2] * 4  # ties go to the first
@@ -109,6 +109,6 @@ def test_balance_and_metrics_by_hand():
 def test_given_experts_are_taken_with_the_shares_of_these_logits():
     logits = jnp.log(jnp.array([[0.4, 0.3, 0.2, 0.1]] * 2))
     replayed_ids = jnp.array([[3, 1], [255, 255]])  # the second token's are not known
-    choice = route(logits, top_k=2, renormalize=True, replayed_ids=replayed_ids)
+    choice = route_tokens(logits, top_k=2, renormalize=True, replayed_ids=replayed_ids)
     assert choice.topk_ids.tolist() == [[3, 1], [0, 1]]
     np.testing.assert_allclose(choice.topk_weights, [[0.25, 0.75], [4 / 7, 3 / 7]], rtol=1e-6)

@@ -13,9 +13,9 @@ from jaxrl.extras.experts.choice import resolve_kernel_name
 from jaxrl.extras.experts.dispatch import apply_experts
 from jaxrl.extras.experts.products import (
     choose_tile_rows,
-    find_tiles,
     grouped_matmul,
     grouped_matmul_static,
+    split_into_tiles,
 )
 from tests.helpers import shapes_in
 
@@ -38,7 +38,7 @@ def differentiate(product, count):
 
 def test_tiles_by_hand():
     # Groups of 3, 0, 9 and 1 rows in tiles of 4: one, none, three and one.
-    tiles = find_tiles(jnp.array([3, 0, 9, 1]), 16, 4)
+    tiles = split_into_tiles(jnp.array([3, 0, 9, 1]), 16, 4)
     assert int(tiles.num_tiles) == 5
     assert len(tiles.start) == 4 + 12 // 4  # a tile a group, and the whole ones of what is left
     assert tiles.start[:5].tolist() == [0, 3, 7, 11, 12]

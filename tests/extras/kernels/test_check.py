@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxrl.extras.experts.choice import make_trial
+from jaxrl.extras.experts.choice import make_grouped_matmul_trial
 from jaxrl.extras.experts.products import grouped_matmul, grouped_matmul_static
 from jaxrl.extras.kernels import attention_gpu, attention_tpu, trials
 from jaxrl.models.attention.reference import XLA
@@ -26,7 +26,7 @@ def make_pages_trial(dtype, num_queries=16, num_heads=8):
 
 
 def make_product_trial(dtype):
-    return make_trial(48, 32, dtype, DEVICE)
+    return make_grouped_matmul_trial(48, 32, dtype, DEVICE)
 
 
 def select(trial, **kernels):

@@ -1,4 +1,4 @@
-"""Find the last query that reads each key, for kernels that loop over blocks of queries."""
+"""Compute the last query that reads each key, for kernels that loop over blocks of queries."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 
-def find_last_readers(key_ranges: Int[Array, "R 3 T"]) -> Int[Array, "R T"]:
-    """Return the exclusive end of the tokens that attend to each token.
+def compute_query_ends(key_ranges: Int[Array, "R 3 T"]) -> Int[Array, "R T"]:
+    """Return, for each token, the exclusive end of the tokens that attend to it.
 
-    A token's last reader is the last token of its segment or, for a shared prompt, of the last
-    segment that shares it.
+    The last token that attends to a token is the last token of its segment or, for a token of a
+    shared prompt, the last token of the last segment that shares the prompt.
 
     Args:
         key_ranges: Ranges of tokens that each token attends to; see `kernels.compute_key_ranges`.
