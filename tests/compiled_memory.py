@@ -366,7 +366,7 @@ def planned_bytes(
 ) -> int:
     """Return the planned bytes of one device for one of `PARTS`."""
     if part in ("update", "score"):  # scoring needs less than an update
-        return memory.plan_update(config, model, target, "train").peak
+        return memory.plan_update(config, model, target, "train").peak_bytes
     rollout = memory.plan_rollout(config, model, target)
     names = ("decode weights", "KV cache", "states of recurrent layers")
     held = sum(rollout.persistent.get(name, 0) for name in names)

@@ -135,7 +135,7 @@ def test_every_case_has_a_plan_within_its_device():
         config, model = case.build_model()
         for name in published.memory.PARTS:
             planned = published.memory.planned_bytes(config, model, case.target, name)
-            assert 0 < planned <= case.target.limit, (case.name, name)
+            assert 0 < planned <= case.target.limit_bytes, (case.name, name)
 
 
 def test_a_refusal_of_the_compiler_has_the_size_it_needs():

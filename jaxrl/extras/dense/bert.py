@@ -149,19 +149,19 @@ class BertConfig:
         def layer(x: jax.Array, weights: Params) -> tuple[jax.Array, None]:
             attention, mlp = weights["attention"], weights["mlp"]
             heads = (*x.shape[:2], self.num_heads, -1)
-            q, k, v = (_linear(attention[name], x).reshape(heads) for name in "qkv")
+            q, k, v = (_apply_linear(attention[name], x).reshape(heads) for name in "qkv")
             scores = jnp.einsum("bqnh,bknh->bnqk", q, k, preferred_element_type=jnp.float32)
             scores = jnp.where(padding_mask[:, None, None], scores / q.shape[-1] ** 0.5, MASK_VALUE)
             probs = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
             attended = jnp.einsum("bnqk,bknh->bqnh", probs, v).reshape(x.shape)
-            x = x + _linear(attention["o"], attended)
+            x = x + _apply_linear(attention["o"], attended)
             x = layer_norm(x, weights["attention_norm"], self.epsilon)
-            activated = ACTIVATIONS[self.activation](_linear(mlp["up"], x))
-            x = x + _linear(mlp["down"], activated)
+            activated = ACTIVATIONS[self.activation](_apply_linear(mlp["up"], x))
+            x = x + _apply_linear(mlp["down"], activated)
             return layer_norm(x, weights["mlp_norm"], self.epsilon), None
 
         return jax.lax.scan(layer, x, params["blocks"])[0]
 
 
-def _linear(layer: Params, x: jax.Array) -> jax.Array:
+def _apply_linear(layer: Params, x: jax.Array) -> jax.Array:
     return x @ layer["kernel"] + layer["bias"]

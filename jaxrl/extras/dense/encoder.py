@@ -13,7 +13,7 @@ import tokenizers
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.extras.dense.encoders import EmbeddingModel, encode_rows, load_encoder
+from jaxrl.extras.dense.encoders import EmbeddingModel, encode_rows, load_encoder_params
 
 MIN_WIDTH = 16
 """Smallest batch width, in tokens. Other widths are this number times a power of two."""
@@ -59,7 +59,7 @@ class Encoder:
         self.model = model
         self._tokenizer = read_tokenizer(folder, model)
         self._mesh = Mesh(np.array(devices), ("rows",))
-        self._params = load_encoder(model.model, folder, self._mesh, dtype)
+        self._params = load_encoder_params(model.model, folder, self._mesh, dtype)
 
     def encode_queries(self, texts: Sequence[str], *, batch_tokens: int) -> np.ndarray:
         """Encode queries to float32 vectors [N, D]."""

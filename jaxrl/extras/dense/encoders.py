@@ -3,7 +3,7 @@
 sentence-transformers writes the pooling and normalization of a model to `modules.json`, the
 prefixes of queries and passages to `config_sentence_transformers.json`, and the maximum length to
 `sentence_bert_config.json`. The run's config overrides these files. For values that neither
-specifies, the model family has defaults.
+specifies, the defaults of the model family apply.
 """
 
 from __future__ import annotations
@@ -160,9 +160,10 @@ def read_embedding_model(
         path: Folder with the `config.json` of a BERT or Qwen model.
         pooling: One of `POOLINGS`; "" for the value in the folder, or else the default of the model
             family.
-        query_prefix: Text prepended to each query; "auto" selects a value as "" does for `pooling`.
+        query_prefix: Text prepended to each query; "auto" for the value in the folder, or else the
+            default of the model family.
         passage_prefix: Text prepended to each passage; "auto" as for `query_prefix`.
-        max_tokens: Maximum tokens per text, in addition to the model's limit.
+        max_tokens: Maximum number of tokens per text. The model's limit also applies.
 
     Raises:
         FileNotFoundError: The folder or its `config.json` is missing.
@@ -258,10 +259,10 @@ def _read_optional_json(file: Path) -> dict[str, Any]:
     return read_object(file) if file.is_file() else {}
 
 
-def load_encoder(
+def load_encoder_params(
     model: BertConfig | Architecture, path: str | Path, mesh: Mesh, dtype: DTypeLike
 ) -> Params:
-    """Load the parameters that compute hidden states, replicated over a mesh.
+    """Load an encoder's parameters, replicated over a mesh.
 
     Args:
         model: Architecture of the model in `path`.
@@ -290,7 +291,7 @@ def load_encoder(
 
 
 def get_required_param_shapes(model: BertConfig | Architecture) -> Mapping[str, tuple[int, ...]]:
-    """Map the paths of the parameters that compute hidden states to their shapes."""
+    """Return the shapes, by path, of the parameters needed to compute hidden states."""
     leaves = flatten_dict(model.abstract_params(), sep="/")
     return {name: leaf.shape for name, leaf in leaves.items() if not name.startswith("lm_head/")}
 
@@ -298,7 +299,7 @@ def get_required_param_shapes(model: BertConfig | Architecture) -> Mapping[str, 
 def estimate_encoder_bytes(
     model: BertConfig | Architecture, dtype: str, batch_tokens: int
 ) -> tuple[int, int]:
-    """Estimate the bytes of weights and of the largest activations on one device."""
+    """Estimate the size of an encoder's weights and largest activations on a device, in bytes."""
     weights = sum(math.prod(shape) for shape in get_required_param_shapes(model).values())
     inner_width = model.mlp_width if isinstance(model, BertConfig) else 4 * model.width
     itemsize = jnp.dtype(dtype).itemsize

@@ -127,7 +127,7 @@ class DenseSearch(DocumentSearch):
         ]
 
     def _make_encoding_reader(self, documents: CorpusDocuments) -> ReadRows:
-        """Return a function that encodes `Document.contents` of documents."""
+        """Return a function that encodes the `contents` of a range of documents."""
 
         def encode_range(start: int, stop: int) -> np.ndarray:
             parts = [documents[position] for position in range(start, stop)]
@@ -142,7 +142,7 @@ class DenseSearch(DocumentSearch):
     def _make_prebuilt_reader(
         self, documents: CorpusDocuments, encode: ReadRows, path: str
     ) -> ReadRows:
-        """Return a function that reads prebuilt vectors, after checking some with the encoder.
+        """Check a sample of prebuilt vectors; return a function that reads prebuilt vectors.
 
         Raises:
             ValueError: The vectors do not match these documents and this encoder.

@@ -134,7 +134,7 @@ def _build_index(
     make_reader: Callable[[CorpusDocuments], ReadRows],
     progress: Progress,
 ) -> None:
-    """Build an index in a temporary folder, then rename that to `folder`."""
+    """Build an index in a temporary folder, and rename the folder when the index is complete."""
     # Resume an unfinished build, unless it was killed before the manifest was written.
     build_folder = folder.with_name(f"{folder.name}.building")
     digest = compute_corpus_digest(spec.corpus, spec.index_dir)

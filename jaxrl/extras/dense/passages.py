@@ -1,12 +1,13 @@
 """Exact inner-product search over passages sharded across devices.
 
-Each device scores its passages block by block and keeps the best score of every group of
-`GROUP_SIZE`. The best groups contain the best passages, even if scores are tied, so a device
-rescores and ranks only the passages of these groups. The host merges the candidates of all devices.
+Each device scores its passages block by block and keeps the best score of each group of
+`GROUP_SIZE` passages. The best groups contain the best passages, even if scores are tied, so a
+device rescores and ranks only the passages of these groups. The host merges the candidates of all
+devices.
 
 The host rescores the candidates in float64 from the vectors in the file, so results depend neither
-on the dtype nor on the number of devices. If, within the bound on the devices' rounding error,
-another passage could be among the best, the search repeats with more candidates.
+on the dtype nor on the number of devices. The search repeats with more candidates if another
+passage could be among the best, given the bound on the devices' rounding error.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def count_device_bytes(
 
 
 def _compute_int8_scales(rows: np.ndarray) -> np.ndarray:
-    """Compute float32 scales [N] by which to divide rows [N, D] for the range -127..127."""
+    """Compute float32 scales [N]. Rows [N, D] divided by them are in the range -127..127."""
     largest = np.abs(rows).max(axis=1).astype(np.float32)
     return np.where(largest > 0, largest / np.float32(127), np.float32(1))
 
@@ -128,7 +129,7 @@ def _select_candidates(
     """Select candidates on every device; return scores and positions [devices, Q, num].
 
     Args:
-        passages: Passages [devices * num_blocks * block, D]; uint16 is the bits of bfloat16.
+        passages: Passages [devices * num_blocks * block, D]; uint16 holds the bits of bfloat16.
         scales: Scales of int8 passages; None for other dtypes.
         counts: Number of passages on each device, without padding, int32 [devices].
         queries: Queries [Q, D] in the dtype of the passages.
@@ -333,7 +334,7 @@ class PassageIndex:
         return candidates, score_bound
 
     def _bound_rounding_error(self, query: np.ndarray) -> float:
-        """Bound the rounding error of the scores that devices compute for a query."""
+        """Return a bound on the rounding error of the scores that devices compute for a query."""
         norms = float(np.linalg.norm(query)) * self._max_norm
         summation_error = len(query) * float(np.finfo(np.float32).eps) * norms
         if self._dtype == "int8":

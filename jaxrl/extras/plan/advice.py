@@ -37,7 +37,7 @@ def find_micro_rows(
 ) -> tuple[int, int]:
     """Return the number of rows of the fastest micro-batch that fits, and its peak memory in bytes.
 
-    On a GPU or TPU, that is the largest micro-batch that fits, up to the size of a mini-batch. On a
+    On a GPU or TPU, the fastest is the largest that fits, up to the size of a mini-batch. On a
     CPU, small micro-batches have less padding and take about as long per token, so a micro-batch
     has two rows, which can share a prompt, or more rows up to `CPU_TOKENS` tokens. The number of
     rows is a multiple of data * fsdp * expert.
@@ -49,7 +49,7 @@ def find_micro_rows(
 
     def compute_peak(rows_each: int) -> int:
         changed = config.with_values({MICRO_ROWS[stage]: rows_each * shards})
-        return plan_update(changed, model, target, stage).peak
+        return plan_update(changed, model, target, stage).peak_bytes
 
     # With single-row micro-batches, a mini-batch has one micro-batch per sequence.
     single_row = config.with_values(dict.fromkeys(MICRO_ROWS.values(), 1))
@@ -57,12 +57,12 @@ def find_micro_rows(
     if target.platform == "cpu":
         max_rows = min(max_rows, max(-(-CPU_TOKENS // config.rollout.max_total_tokens), 2))
     # The peak increases with the rows, so bisection needs few plans.
-    num_fitting = bisect.bisect_right(range(1, max_rows + 1), target.usable, key=compute_peak)
+    num_fitting = bisect.bisect_right(range(1, max_rows + 1), target.usable_bytes, key=compute_peak)
     if num_fitting == 0 and must_fit:
         raise ValueError(
             f"config.{MICRO_ROWS[stage]}=0 selects a micro-batch that fits, but {shards} rows, one "
             f"per device, need {format_bytes(compute_peak(1))}, and the limit is "
-            f"{format_bytes(target.usable)}; --plan suggests changes, {IGNORE_PLAN_HINT}."
+            f"{format_bytes(target.usable_bytes)}; --plan suggests changes, {IGNORE_PLAN_HINT}."
         )
     rows_each = max(num_fitting, 1)
     return rows_each * shards, compute_peak(rows_each)
@@ -94,8 +94,8 @@ def choose_micro_rows(
             axes = " * ".join(BATCH_AXES)
             note = f" (not the original {previous}: not a multiple of {axes} = {shards})"
         elif previous:
-            peak = plan_update(config.with_values({key: previous}), model, target, stage).peak
-            if peak <= target.usable:
+            peak = plan_update(config.with_values({key: previous}), model, target, stage).peak_bytes
+            if peak <= target.usable_bytes:
                 section.micro_rows = previous
                 continue
             note = f" (not the original {previous}: they need {format_bytes(peak)})"
@@ -109,7 +109,7 @@ def choose_micro_rows(
 
 @dataclass(frozen=True, kw_only=True)
 class Suggestion:
-    """Suggested settings, and the memory the plan would need with them (`Plan.needed_bytes`)."""
+    """Suggested settings, and the memory that a plan with these needs (`Plan.needed_bytes`)."""
 
     settings: dict[str, Any]
     needed_bytes: int
@@ -131,7 +131,7 @@ def suggest_settings(
         except ValueError:
             return None  # the mesh does not divide the rows or heads
 
-    usable = target.usable
+    usable = target.usable_bytes
     single: dict[str, Suggestion] = {}
     combined = Suggestion(settings={}, needed_bytes=make_plan(config, model, target).needed_bytes)
     # Try each key alone. In the same pass, collect all changes that save memory.
@@ -154,7 +154,7 @@ def suggest_settings(
 
 
 def find_num_devices(config: ResolvedConfig, model: Architecture, target: Target) -> int | None:
-    """Double the number of devices until the run fits.
+    """Return a number of devices on which the run fits, found by doubling.
 
     The `fsdp` axis grows with the number of devices. A job with several processes gets more
     processes of the same size.
@@ -190,7 +190,7 @@ def find_num_devices(config: ResolvedConfig, model: Architecture, target: Target
 def _iter_options(
     config: ResolvedConfig, model: Architecture, target: Target
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield a list of settings per key, from the smallest to the largest change.
+    """Yield, for each config key, a list of settings from the smallest to the largest change.
 
     Keys are ordered by their cost in step time.
     """

@@ -24,10 +24,10 @@ def format_plan(plan: Plan, advice: Sequence[Suggestion], num_needed: int | None
     title = f"one of {target.num_devices} {target.platform} devices{processes} ({mesh})"
     table = Table(title=title)
     table.add_column("part")
-    unit, scale = choose_byte_unit(plan.peak)
+    unit, scale = choose_byte_unit(plan.peak_bytes)
     table.add_column(unit, justify="right")
     for phase in plan.phases:
-        table.add_row(f"[bold]{phase.name}[/bold]", f"[bold]{phase.peak / scale:.2f}[/bold]")
+        table.add_row(f"[bold]{phase.name}[/bold]", f"[bold]{phase.peak_bytes / scale:.2f}[/bold]")
         for name, size in phase.persistent.items():
             table.add_row(f"  {name}", f"{size / scale:.2f}")
         for moment, terms in phase.moments.items():
@@ -44,11 +44,11 @@ def format_plan(plan: Plan, advice: Sequence[Suggestion], num_needed: int | None
         f"{plan.num_params:,} parameters{trained}",
         f"at most {plan.tokens_per_step:,} tokens per step",
         *(f"{name}: {shape}" for name, shape in plan.shapes.items()),
-        f"{'fits' if plan.fits else 'does not fit'}: {format_bytes(plan.peak)} at the peak, "
-        f"{format_bytes(target.usable)} may be used "
-        f"({USABLE_SHARE:.0%} of {format_bytes(target.limit)}{qualifier})",
+        f"{'fits' if plan.fits else 'does not fit'}: {format_bytes(plan.peak_bytes)} at the peak, "
+        f"{format_bytes(target.usable_bytes)} may be used "
+        f"({USABLE_SHARE:.0%} of {format_bytes(target.limit_bytes)}{qualifier})",
     ]
-    peak_phase = max(plan.phases, key=lambda phase: phase.peak)
+    peak_phase = max(plan.phases, key=lambda phase: phase.peak_bytes)
     peak_terms = peak_phase.persistent | peak_phase.moments[peak_phase.peak_moment]
     top_names = sorted(peak_terms, key=lambda name: -peak_terms[name])[:2]
     largest = ", ".join(f"{name} {format_bytes(peak_terms[name])}" for name in top_names)
@@ -69,8 +69,8 @@ def format_plan(plan: Plan, advice: Sequence[Suggestion], num_needed: int | None
 def plan_to_json(plan: Plan) -> dict[str, Any]:
     """Convert the plan to a JSON object, with sizes in bytes."""
     phases = [
-        {**dataclasses.asdict(phase), "moment": phase.peak_moment, "peak": phase.peak}
+        {**dataclasses.asdict(phase), "moment": phase.peak_moment, "peak": phase.peak_bytes}
         for phase in plan.phases
     ]
-    totals = {"peak": plan.peak, "usable": plan.target.usable, "fits": plan.fits}
+    totals = {"peak": plan.peak_bytes, "usable": plan.target.usable_bytes, "fits": plan.fits}
     return {**dataclasses.asdict(plan), "phases": phases, **totals}

@@ -43,12 +43,12 @@ def fit_memory(
         notes = choose_micro_rows(config, model, target, recorded_config, must_fit=must_fit)
     if is_cpu and target.free_bytes is None:
         return notes  # free memory is unknown
-    peak = memory.make_plan(config, model, target).peak
-    if peak > target.limit:
+    peak = memory.make_plan(config, model, target).peak_bytes
+    if peak > target.limit_bytes:
         available = "but {} are free" if is_cpu else "but each has {}"
         message = (
             f"the plan needs {format_bytes(peak)} on each device, "
-            f"{available.format(format_bytes(target.limit))}; "
+            f"{available.format(format_bytes(target.limit_bytes))}; "
             "--plan suggests changes"
         )
         # Free memory changes constantly, so it never prevents a resume.

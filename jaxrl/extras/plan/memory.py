@@ -117,14 +117,14 @@ class Target:
         return self.num_devices // self.num_processes
 
     @property
-    def limit(self) -> int:
-        """Memory of a device in bytes. A run that needs more does not start."""
+    def limit_bytes(self) -> int:
+        """Memory of a device, in bytes. A run that needs more does not start."""
         return self.memory_bytes if self.free_bytes is None else self.free_bytes
 
     @property
-    def usable(self) -> int:
+    def usable_bytes(self) -> int:
         """Memory of a device that a plan may fill, in bytes."""
-        return int(self.limit * USABLE_SHARE)
+        return int(self.limit_bytes * USABLE_SHARE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +144,7 @@ class Phase:
     spare: int = 0
 
     @property
-    def peak(self) -> int:
+    def peak_bytes(self) -> int:
         """Peak memory in bytes."""
         return sum(self.persistent.values()) + sum(self.moments[self.peak_moment].values())
 
@@ -177,19 +177,19 @@ class Plan:
     tokens_per_step: int
 
     @property
-    def peak(self) -> int:
-        """Peak memory of a device over the entire run, in bytes."""
-        return max(phase.peak for phase in self.phases)
+    def peak_bytes(self) -> int:
+        """Peak memory per device over the entire run, in bytes."""
+        return max(phase.peak_bytes for phase in self.phases)
 
     @property
     def needed_bytes(self) -> int:
         """Peak memory in bytes, excluding optional allocations (`Phase.spare`)."""
-        return max(phase.peak - phase.spare for phase in self.phases)
+        return max(phase.peak_bytes - phase.spare for phase in self.phases)
 
     @property
     def fits(self) -> bool:
         """True if the peak is within the usable memory."""
-        return self.peak <= self.target.usable
+        return self.peak_bytes <= self.target.usable_bytes
 
 
 def detect_target() -> Target:
@@ -275,7 +275,10 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
     mesh = make_target_mesh(config, model, target)
     sizes, section = mesh.shape, config.get_optimizer_section(stage)
     is_cpu, is_tpu = target.platform == "cpu", target.platform == "tpu"
-    policy, counts = _count_policy_weights(config, model, mesh), _ParamCounts.compute(model, mesh)
+    policy, counts = (
+        _count_policy_weights(config, model, mesh),
+        _ParamCounts.from_model(model, mesh),
+    )
     gathers = sizes["fsdp"] * sizes["context"] * sizes["expert"] > 1
     splits_gradients = gathers and sizes["data"] == 1  # gradients of tables are sharded immediately
     itemsize = jnp.dtype(config.model.dtype).itemsize
@@ -438,17 +441,17 @@ def count_cache_pages(config: ResolvedConfig, model: Architecture, target: Targe
     pages = cache.compute_num_pages(config, target.platform)
     if pages is not None:
         return pages
-    remaining_bytes = target.usable - _plan_sampling(config, model, target).peak
+    remaining_bytes = target.usable_bytes - _plan_sampling(config, model, target).peak_bytes
     return max(min(remaining_bytes // cache.page_bytes, 2 * cache.max_pages), cache.pages_per_row)
 
 
 def get_page_tokens(config: ResolvedConfig, model: Architecture, target: Target) -> int:
     """Return the page size of the first candidate attention kernels, in tokens."""
-    return PAGE_TOKENS[_resolve_kernels(config, model, target)]
+    return PAGE_TOKENS[_resolve_attention_kernels(config, model, target)]
 
 
-def _resolve_kernels(config: ResolvedConfig, model: Architecture, target: Target) -> str:
-    """Return the first candidate attention kernels; raise the errors of the run."""
+def _resolve_attention_kernels(config: ResolvedConfig, model: Architecture, target: Target) -> str:
+    """Return the name of the first candidate attention kernels; raise the errors of the run."""
     name, dtype = config.model.attention, config.model.dtype
     model.check_kernels(target.platform, experts=config.model.experts, dtype=dtype)
     return resolve_kernel_name(name, target.platform, model.head_dim, dtype)[0]
@@ -456,7 +459,7 @@ def _resolve_kernels(config: ResolvedConfig, model: Architecture, target: Target
 
 def _shares_prompts(config: ResolvedConfig, model: Architecture, target: Target) -> bool:
     """Return True if the sequences of a row share their prompt; see `Model.shards_with_prompts`."""
-    shares = SHARES_PROMPTS[_resolve_kernels(config, model, target)]
+    shares = SHARES_PROMPTS[_resolve_attention_kernels(config, model, target)]
     return shares and not model.num_recurrent_layers
 
 
@@ -468,7 +471,7 @@ def _get_cache_sizes(config: ResolvedConfig, model: Architecture, target: Target
 def _plan_sampling(config: ResolvedConfig, model: Architecture, target: Target) -> Phase:
     """Estimate the memory of the rollout phase without the KV cache."""
     mesh, is_cpu = make_target_mesh(config, model, target), target.platform == "cpu"
-    counts, cache = _ParamCounts.compute(model, mesh), _get_cache_sizes(config, model, target)
+    counts, cache = _ParamCounts.from_model(model, mesh), _get_cache_sizes(config, model, target)
     itemsize = jnp.dtype(config.model.dtype).itemsize
     copies = is_cpu and itemsize < 4 and not CPU_HAS_BFLOAT16_MATMUL
     operand_bytes = 4 if copies else itemsize
@@ -486,7 +489,8 @@ def _plan_sampling(config: ResolvedConfig, model: Architecture, target: Target) 
     programs = list_row_buckets(target.platform, cache.rows, config.model.dtype)
     rows = next(size for size in programs if size >= rows)
     past = (
-        copies_pages(_resolve_kernels(config, model, target), target.platform) * cache.pages_per_row
+        copies_pages(_resolve_attention_kernels(config, model, target), target.platform)
+        * cache.pages_per_row
     )
     heads = model.num_heads // mesh.shape["tensor"]
     read_heads = (model.num_heads + 2 * model.num_kv_heads) // mesh.shape["tensor"]
@@ -560,7 +564,7 @@ def _plan_sampling(config: ResolvedConfig, model: Architecture, target: Target) 
 
 
 def _plan_weight_sync(config: ResolvedConfig, model: Architecture, target: Target) -> Phase:
-    """Estimate the memory of moving weights to a sampler whose devices have no parameters.
+    """Estimate the memory for copying weights to a sampler on devices without parameters.
 
     Training devices send a copy. After the last training stage, decode weights replace the
     parameters one by one. Without training, parameters are read from disk one by one, largest
@@ -678,7 +682,7 @@ class _ParamCounts:
 
     @classmethod
     @functools.cache
-    def compute(cls, model: Architecture, mesh: Any) -> _ParamCounts:
+    def from_model(cls, model: Architecture, mesh: Any) -> _ParamCounts:
         """Count the parameters of a model on a mesh."""
         stacked_modules = get_stacked_modules(model)
         counts = dict.fromkeys(("layers", "split_tables", "gathered", "decode_layers", "tables"), 0)
@@ -698,7 +702,7 @@ def _compute_shard_size(size: int, num_shards: int) -> int:
 
 
 def _count_policy_weights(config: ResolvedConfig, model: Architecture, mesh: Any) -> PolicyWeights:
-    """Count the policy's weights on one device."""
+    """Return the sizes of the policy's weights on one device."""
     policy = build_policy_architecture(config, model)
     frozen, dtype = find_frozen_entries(config, policy), jnp.dtype(config.model.dtype)
     return count_weights(policy, frozen, mesh, dtype)
@@ -707,7 +711,7 @@ def _count_policy_weights(config: ResolvedConfig, model: Architecture, mesh: Any
 def _count_state_bytes(
     config: ResolvedConfig, model: Architecture, mesh: Any, stage: str
 ) -> dict[str, int]:
-    """Return the bytes of weights, Adam moments and reference policy on a device."""
+    """Return the sizes of weights, Adam moments and reference policy on a device, in bytes."""
     policy = _count_policy_weights(config, model, mesh)
     section = config.get_optimizer_section(stage)
     params = 4 * policy.num_trained
@@ -721,7 +725,7 @@ def _count_state_bytes(
 
 
 def _count_moment_bytes(policy: PolicyWeights, section: Any) -> int:
-    """Return the bytes of Adam's moments: the mean in `moments_dtype`, the variance in float32."""
+    """Return the size of Adam's moments in bytes: mean in `moments_dtype`, variance in float32."""
     return (jnp.dtype(section.moments_dtype).itemsize + 4) * policy.num_trained
 
 
@@ -755,7 +759,7 @@ SEARCH_MEMORY = dict.fromkeys(("dense", "hybrid"), "jaxrl.extras.dense.memory:co
 def _count_decode_weight_bytes(config: ResolvedConfig, model: Architecture, target: Target) -> int:
     """Return the bytes of the sampler's weights on one device."""
     mesh, policy = make_target_mesh(config, model, target), build_policy_architecture(config, model)
-    counts, dtype = _ParamCounts.compute(model, mesh), jnp.dtype(config.model.dtype)
+    counts, dtype = _ParamCounts.from_model(model, mesh), jnp.dtype(config.model.dtype)
     head = _get_extra_head_itemsize(config, model, target) * counts.count_table_params(model)
     if policy.wrapper is None:
         return dtype.itemsize * (counts.decode_layers + counts.tables) + head

@@ -10,7 +10,7 @@ from jaxrl.extras.dense.encoders import (
     POOLINGS,
     EmbeddingModel,
     encode_rows,
-    load_encoder,
+    load_encoder_params,
     read_encoder,
 )
 
@@ -80,7 +80,7 @@ def test_vectors_on_random_sizes(seed, tmp_path):
     whole.save_pretrained(tmp_path)
     theirs = whole.base_model
     ours = read_encoder(tmp_path)
-    params = load_encoder(ours, tmp_path, MESH, jnp.float32)
+    params = load_encoder_params(ours, tmp_path, MESH, jnp.float32)
 
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 24, size=5)

@@ -29,13 +29,13 @@ def test_a_plan_has_room_for_the_search():
     update, rollout = plan.phases
     for phase in plan.phases:
         assert {name: phase.persistent[name] for name in held} == held
-    assert update.peak == bare.phases[0].peak + sum(held.values())
+    assert update.peak_bytes == bare.phases[0].peak_bytes + sum(held.values())
     assert rollout.persistent["searching"] == working["searching"]
     # The cache takes what is left of a device: it has less by what the search takes.
-    assert rollout.peak <= target.usable
+    assert rollout.peak_bytes <= target.usable_bytes
     assert rollout.persistent["KV cache"] <= bare.phases[-1].persistent["KV cache"]
     on_cpu = memory.make_plan(dense_run(**{"search.dense.devices": "cpu"}, **kl), QWEN_7B, target)
-    assert on_cpu.peak == bare.peak
+    assert on_cpu.peak_bytes == bare.peak_bytes
 
 
 def test_passages_are_counted_where_nobody_says(tmp_path):

@@ -18,10 +18,10 @@ class TestMicroRows:
         assert rows % 8 == 0
         assert peak <= usable
         config.optimizer.micro_rows = rows
-        assert train_phase(config).peak == peak
+        assert train_phase(config).peak_bytes == peak
         for more in (rows + 8, 2 * rows):
             config.optimizer.micro_rows = more
-            assert train_phase(config).peak > usable
+            assert train_phase(config).peak_bytes > usable
 
     def test_no_more_than_a_batch_needs(self):
         endless = replace(NODE, memory_bytes=10**15)
@@ -55,7 +55,7 @@ class TestAdvice:
             changed = plan(**suggestion.settings)
             assert (changed.needed_bytes, changed.fits) == (suggestion.needed_bytes, True)
             # The sampler's cache takes what is left, so what a plan needs leaves headroom.
-            assert suggestion.needed_bytes < NODE.usable
+            assert suggestion.needed_bytes < NODE.usable_bytes
 
     def test_rows_stay_multiples_of_what_the_mesh_divides(self):
         # A half and a quarter of 72 are 36 and 18, which eight devices would not divide.
@@ -100,9 +100,9 @@ class TestOtherOptions:
     def test_a_run_ahead_may_wait_or_sample_on_devices_of_its_own(self):
         config = large_run(**AHEAD, **{"rollout.max_num_seqs": 72})
         alone = memory.make_plan(config.with_values({"rollout.async_level": 0}), QWEN_7B, NODE)
-        assert memory.make_plan(config, QWEN_7B, NODE).peak > alone.peak
+        assert memory.make_plan(config, QWEN_7B, NODE).peak_bytes > alone.peak_bytes
         # A node whose devices may be filled just so far.
-        memory_bytes = round(alone.peak / memory.USABLE_SHARE) + 2
+        memory_bytes = round(alone.peak_bytes / memory.USABLE_SHARE) + 2
         settings = suggest(config, QWEN_7B, replace(NODE, memory_bytes=memory_bytes))
         assert settings[0] == {"rollout.async_level": 0}
         [devices] = [option for option in settings if option.get("mesh.rollout_devices")]

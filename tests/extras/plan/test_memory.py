@@ -60,7 +60,7 @@ class TestByHand:
         config = large_run(**{"rollout.max_num_seqs": 4096})
         phase = memory.plan_rollout(config, QWEN_7B, NODE)
         page = 28 * 2 * 4 * 128 * 2 * memory.PAGE_TOKENS["triton"]
-        assert NODE.usable - page < phase.peak <= NODE.usable
+        assert NODE.usable_bytes - page < phase.peak_bytes <= NODE.usable_bytes
         # A CPU has room for its rows, 128 of full length, whatever that takes.
         small = replace(NODE, platform="cpu")
         config = large_run(**{"rollout.max_num_seqs": 1024, "model.dtype": "float32"})
@@ -147,7 +147,7 @@ class TestByHand:
         assert terms["logits"] == logits * chunk + blocks
 
     def test_remat_and_sharding_save_what_they_should(self):
-        peak = lambda **settings: train_phase(large_run(**settings)).peak  # noqa: E731
+        peak = lambda **settings: train_phase(large_run(**settings)).peak_bytes  # noqa: E731
         assert peak() < peak(**{"model.remat": "none"})
         assert peak() < peak(fsdp=4)
         assert peak() < peak(**{"optimizer.micro_rows": 16})
@@ -170,7 +170,7 @@ class TestByHand:
         tokens = default_config().rollout.max_total_tokens
         assert of_split["keys and values of whole rows"] == tokens * 4 * 128 * (3 * 2 + 2 * 4)
         assert "keys and values of whole rows" not in of_whole
-        assert split.peak < whole.peak
+        assert split.peak_bytes < whole.peak_bytes
 
 
 FEW_LAYERS = ("--model=0.6b", "--layers=4", "--dtype=bfloat16")
@@ -251,7 +251,7 @@ def test_a_rollout_one_step_ahead_lies_beside_the_update():
     sampler = memory.plan_rollout(large_run(**AHEAD), QWEN_7B, NODE)
     moment = sum(sampler.moments[sampler.peak_moment].values())
     more = sampler.persistent["decode weights"] + sampler.persistent["KV cache"] + moment
-    assert beside.peak == alone.peak + more
+    assert beside.peak_bytes == alone.peak_bytes + more
     assert sampler.persistent["KV cache"] > 3 * GIB
 
 
