@@ -1,7 +1,7 @@
 """Gated delta rule (https://arxiv.org/abs/2412.06464), in chunks and token by token.
 
-Each head has a state S [K, V] that maps keys to values. A token first decays the state, then moves
-the value stored at its key towards its own value, and reads the state at its query:
+Each head has a state S [K, V] that maps keys to values. A token decays the state, moves the value
+stored at the token's key toward the token's value, and reads the state at the token's query:
 
     S = exp(log_decay) S
     S = S + beta k (v - S^T k)^T
@@ -38,11 +38,11 @@ def delta_rule(
     Args:
         state: State before the chunk, float32.
         q: Queries, scaled.
-        k: Keys of length at most 1, which keeps the state from growing.
+        k: Keys with a norm of at most 1, so that the state does not grow.
         v: Values.
         log_decay: Logarithm of the state's decay, at most 0.
         beta: Learning rate in [0, 1].
-        starts: Index in the chunk of the first token of each token's context; -1 if the context
+        starts: For each token, index in the chunk of its context's first token; -1 if the context
             began before the chunk. A context starts from a state of zeros.
     """
     if q.shape[1] == 1:
@@ -82,8 +82,9 @@ def delta_rule(
 def invert_unit_triangular(matrix: Float[Array, "... C C"]) -> Float[Array, "... C C"]:
     """Invert lower triangular matrices with ones on the diagonal, by blocks of doubling size.
 
-    `jax.lax.linalg.triangular_solve` would wait on a CPU for threads of the pool that runs it: two
-    solves at a time never ended on two cores, and one took 150 ms instead of 0.4 on a busy machine.
+    On a CPU, `jax.lax.linalg.triangular_solve` waits for threads of the pool that it runs on: two
+    concurrent solves on two cores never ended, and a solve on a busy machine took 150 ms instead of
+    0.4 ms.
     """
     index = jnp.arange(matrix.shape[-1])
 

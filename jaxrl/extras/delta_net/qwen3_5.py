@@ -12,8 +12,9 @@ attention, and the n other layers have a gated delta net with N value heads and 
     blocks/delta/norm/scale         [n, V]
     blocks/delta/o/kernel           [n, N * V, D]
 
-Attention has an output gate, whose weights `q` contains: each head has H queries, then H gates.
-Rotary embeddings rotate part of each head. The scales of all norms but `delta/norm` add one.
+Attention has an output gate. Its weights are stored in `q`: for each head, H query columns, then H
+gate columns. Rotary embeddings rotate part of each head. All norms except `delta/norm` multiply by
+`1 + scale`.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ HF_NAMES = {
 
 
 class DecayLinear(nnx.Linear):
-    """Linear layer for the decay of each head, with the decay rate."""
+    """Linear layer that computes the decay of each head, with a decay rate per head."""
 
     def __init__(self, inputs: int, num_heads: int, *, rngs: nnx.Rngs):
         super().__init__(inputs, num_heads, rngs=rngs)
@@ -112,7 +113,7 @@ class GatedAttention(Attention):
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen35Config(QwenConfig):
-    """Text part of a Qwen3.5 model, built from its `config.json`.
+    """Config of the text part of a Qwen3.5 model, read from its `config.json`.
 
     Attributes:
         attention_layers: Sorted indices of the layers with attention.
@@ -137,7 +138,7 @@ class Qwen35Config(QwenConfig):
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> Qwen35Config:
-        """Build the model from a `config.json`, of a text model or of a model with a vision tower.
+        """Build the config from the `config.json` of a model with or without a vision tower.
 
         Raises:
             ValueError: See `QwenConfig.from_dict`, or the sizes of the delta nets are inconsistent.
@@ -242,7 +243,7 @@ class Qwen35Config(QwenConfig):
 
     @property
     def state_specs(self) -> StateSpecs:
-        """State of each value head, and the inputs of the last tokens to the convolution."""
+        """Specs of the state of each value head, and of the convolution's last inputs."""
         window = (self.conv_width - 1, self.key_dim)
         shapes = {
             "memory": (self.num_value_heads, self.key_dim, self.value_dim),
@@ -367,7 +368,7 @@ class Qwen35Config(QwenConfig):
                 mixed[name] = jax.nn.silu(out)
                 new_state[f"{name}_window"] = window.swapaxes(1, 2)
 
-            q, k = (_normalize(mixed[name]) for name in "qk")
+            q, k = (_normalize_l2(mixed[name]) for name in "qk")
             q, k = (jnp.repeat(x, repeats, axis=2) for x in (q * self.key_dim**-0.5, k))
             is_token = (jnp.arange(starts.shape[1]) < counts[:, None])[..., None]
             log_decay, beta = (
@@ -381,11 +382,11 @@ class Qwen35Config(QwenConfig):
         return advance
 
     def weights_for_training(self, params: Params, dtype: DTypeLike) -> Params:
-        """Cast the weights, except for the decay rates, which are exponents."""
+        """Cast all weights except the decay rates, which are exponents."""
         return _with_decay_rates(super().weights_for_training(params, dtype), params)
 
     def weights_for_decoding(self, params: Params, dtype: DTypeLike) -> Params:
-        """Cast the weights, except for decay rates and biases, as in training."""
+        """Cast all weights except decay rates and biases, as in training."""
         return _with_decay_rates(super().weights_for_decoding(params, dtype), params)
 
     def memory_terms(self, tensor: int) -> MemoryTerms:
@@ -424,14 +425,14 @@ def causal_conv(
     starts: Int[Array, "b C"],
     counts: Int[Array, " b"],
 ) -> tuple[Float[Array, "b C heads size"], Float[Array, "b W1 heads size"]]:
-    """Convolve each channel with the W tokens up to each token, within its context.
+    """Apply a causal convolution of width W to each channel, within each token's context.
 
     Args:
         x: Values of a chunk of C tokens.
         window: Values of the W - 1 tokens before the chunk; 0 before the start of their context.
-        taps: Weight of each token in the window; the last one is that of the token itself.
+        taps: Weight of each token in the window; the last weight is for the token itself.
         starts: See `delta_rule`.
-        counts: Number of valid tokens, which come first.
+        counts: Number of valid tokens at the start of the chunk.
 
     Returns:
         The results, and the window after the valid tokens.
@@ -440,7 +441,7 @@ def causal_conv(
     padded = jnp.concatenate([window, x], axis=1)
     index = jnp.arange(C)
 
-    def read_back(distance: int) -> jax.Array:
+    def get_previous(distance: int) -> jax.Array:
         """Return the value `distance` tokens before each token; 0 before its context."""
         values = padded[:, lookback - distance : lookback - distance + C]
         return jnp.where((index - distance >= starts)[..., None, None], values, 0.0)
@@ -449,7 +450,7 @@ def causal_conv(
     starts = jnp.where(starts < 0, -lookback, starts)
     out = taps[lookback] * x
     for distance in range(1, lookback + 1):
-        out = out + taps[lookback - distance] * read_back(distance)
+        out = out + taps[lookback - distance] * get_previous(distance)
 
     # The window after the chunk, without tokens before the last token's context.
     last_starts = jnp.take_along_axis(starts, jnp.maximum(counts[:, None] - 1, 0), axis=1)
@@ -460,7 +461,7 @@ def causal_conv(
     return out, jnp.where(is_in_context, new_window, 0.0)
 
 
-def _normalize(x: Float[Array, "... K"]) -> Float[Array, "... K"]:
+def _normalize_l2(x: Float[Array, "... K"]) -> Float[Array, "... K"]:
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + NORM_EPSILON)
 
 
@@ -472,10 +473,10 @@ def _with_decay_rates(weights: Params, params: Params) -> Params:
 
 
 def _read_layer_types(fields: dict[str, Any], source: str) -> list[str]:
-    """Return the kind of each layer.
+    """Return the type of each layer.
 
     Raises:
-        ValueError: The kinds are unknown, do not match the number of layers, or are all equal.
+        ValueError: The types are unknown, do not match the number of layers, or are all equal.
     """
     num_layers = read_positive_int(fields, "num_hidden_layers", source)
     if "layer_types" in fields:

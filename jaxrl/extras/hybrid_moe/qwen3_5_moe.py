@@ -1,4 +1,4 @@
-"""Qwen3.5 with experts: the mixers of `delta_net.qwen3_5`, the experts of `experts.qwen_moe`.
+"""Qwen3.5 with experts: mixers from `delta_net.qwen3_5` and experts from `experts.qwen_moe`.
 
 This folder needs both `delta_net` and `experts`. Every layer has experts and a shared expert.
 """
@@ -22,11 +22,11 @@ EVERY_LAYER = {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob"
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen35MoeConfig(QwenMoeConfig, Qwen35Config):
-    """Text part of a Qwen3.5 mixture of experts, built from its `config.json`."""
+    """Config of the text part of a Qwen3.5 mixture of experts, read from its `config.json`."""
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> Qwen35MoeConfig:
-        """Build the model from the `config.json` of a text model, or of one with a vision tower.
+        """Build the config from the `config.json` of a model with or without a vision tower.
 
         Raises:
             ValueError: See `Qwen35Config.from_dict` and `read_expert_fields`.

@@ -1,7 +1,7 @@
 """Qwen3-Next: Qwen3.5 with experts, with fused projections in its delta nets.
 
 The parameter tree is that of `qwen3_5_moe`, except that a delta net with N value heads and G key
-heads has two projections, whose outputs are grouped by key head:
+heads has two projections. Their outputs are grouped by key head:
 
     blocks/delta/qkvz/kernel        [n, D, G * (2 * K + 2 * N / G * V)]     query, key, value, gate
     blocks/delta/ba/kernel          [n, D, G * (2 * N / G)]                 beta, decay
@@ -52,11 +52,11 @@ class FusedDeltaNet(DeltaNet):
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3NextConfig(QwenMoeConfig, Qwen35Config):
-    """Qwen3-Next model, built from its `config.json`."""
+    """Config of a Qwen3-Next model, read from its `config.json`."""
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> Qwen3NextConfig:
-        """Build the model from its `config.json`.
+        """Build the config from a `config.json`.
 
         Raises:
             ValueError: See `Qwen35Config.from_dict` and `read_expert_fields`.

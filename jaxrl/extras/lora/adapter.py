@@ -4,9 +4,9 @@ LoRA (https://arxiv.org/abs/2106.09685) computes a linear layer with weights W [
 
     x W + s x A B,    A [in, r], B [r, out],    s = alpha / r, or alpha / sqrt(r)
 
-and trains only A and B. The second scale is rsLoRA's (https://arxiv.org/abs/2312.03732), which
-allows the same learning rate for all ranks. B is initialized to zero, so a new adapter does not
-change the output.
+and trains only A and B. The second scale, of rsLoRA (https://arxiv.org/abs/2312.03732), allows the
+same learning rate for all ranks. B is initialized to zero, so a new adapter does not change the
+output.
 
 A policy's parameter tree contains the architecture's parameters (the base) and, next to the
 `kernel` of each layer with an adapter,
@@ -16,8 +16,8 @@ A policy's parameter tree contains the architecture's parameters (the base) and,
 
 `merge_params` joins the two parts and `split_params` separates them.
 
-An int8 base stores a linear layer as `kernel` int8 [L, in, out] and `kernel_scale` float32
-[L, out], whose product is the weight.
+An int8 base stores the weight of a linear layer as the product of `kernel`, int8 [L, in, out], and
+`kernel_scale`, float32 [L, out].
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ QUANTIZED = ("kernel", "kernel_scale")
 """Names of the arrays of an int8 layer."""
 
 
-def quantize(kernel: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Round weights `[in, out]` to int8; also return the float32 scale of each output.
+def quantize_kernel(kernel: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Round weights `[in, out]` to int8; return the int8 kernel and the float32 scale per output.
 
     The scale is the output's largest absolute weight / 127, or 1 if all of its weights are 0.
     """
@@ -205,14 +205,18 @@ class Adapter(WrappedArchitecture):
 
     def weights_for_training(self, policy: Params, dtype: DTypeLike) -> Params:
         """Cast the weights for training and multiply B by s. Int8 kernels keep their dtypes."""
-        return self._cast(self.model.weights_for_training, self._scale(policy), dtype)
+        return self._cast_weights(
+            self.model.weights_for_training, self._scale_adapter(policy), dtype
+        )
 
     def weights_for_decoding(self, policy: Params, dtype: DTypeLike) -> Params:
         """Cast the sampler's weights, merged if `is_merged`. Int8 kernels keep their dtypes."""
-        weights = self._merge(policy, dtype) if self.is_merged else self._scale(policy)
-        return self._cast(self.model.weights_for_decoding, weights, dtype)
+        weights = (
+            self._merge_adapter(policy, dtype) if self.is_merged else self._scale_adapter(policy)
+        )
+        return self._cast_weights(self.model.weights_for_decoding, weights, dtype)
 
-    def _cast(
+    def _cast_weights(
         self, cast: Callable[[Params, DTypeLike], Params], weights: Params, dtype: DTypeLike
     ) -> Params:
         quantized = {path[:-1] for path in flatten_dict(weights) if path[-1] == "kernel_scale"}
@@ -223,16 +227,16 @@ class Adapter(WrappedArchitecture):
         floats = cast(select_params(weights, lambda path: not keeps_dtype(path)), dtype)
         return merge_params(floats, select_params(weights, keeps_dtype))
 
-    def _scale(self, policy: Params) -> Params:
+    def _scale_adapter(self, policy: Params) -> Params:
         """Multiply B by s, so that `linear` needs no scale."""
         flat = flatten_dict(policy)
         return unflatten_dict(
             {p: x * self.scaling if p[-1] == "kernel_b" else x for p, x in flat.items()}
         )
 
-    def _merge(self, policy: Params, dtype: DTypeLike) -> Params:
+    def _merge_adapter(self, policy: Params, dtype: DTypeLike) -> Params:
         """Merge the adapter into the kernels of its targets, cast to `dtype`."""
-        flat = flatten_dict(self._scale(policy))
+        flat = flatten_dict(self._scale_adapter(policy))
         for path in [path for path in flat if path[-1] == "kernel_a"]:
             layer_path = path[:-1]
             layer = {

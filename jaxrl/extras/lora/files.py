@@ -17,7 +17,12 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, Sharding
 from safetensors.numpy import save_file
 
-from jaxrl.extras.lora.adapter import Adapter, get_hf_module_name, list_hf_module_names, quantize
+from jaxrl.extras.lora.adapter import (
+    Adapter,
+    get_hf_module_name,
+    list_hf_module_names,
+    quantize_kernel,
+)
 from jaxrl.extras.lora.keys import TENSORS_FILE
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.hf_weights import (
@@ -95,14 +100,14 @@ def load_base(
     for count, param in enumerate(quantized, start=1):
         modules = list_hf_module_names(model, param.removesuffix("/kernel"))
         tensors = (stored[f"{module}.weight"] for module in modules)
-        layers = [quantize(np.asarray(t.data[:]).astype(np.float32).T) for t in tensors]
+        layers = [quantize_kernel(np.asarray(t.data[:]).astype(np.float32).T) for t in tensors]
         for name, parts in zip((param, f"{param}_scale"), zip(*layers, strict=True), strict=True):
-            base[name] = _shard(np.stack(parts), shardings[name])
+            base[name] = _shard_array(np.stack(parts), shardings[name])
         progress(count, len(quantized))
     return unflatten_dict(base, sep="/")
 
 
-def _shard(array: np.ndarray, leaf_sharding: Sharding) -> jax.Array:
+def _shard_array(array: np.ndarray, leaf_sharding: Sharding) -> jax.Array:
     """Shard an array that every process holds in full."""
     return jax.make_array_from_callback(array.shape, leaf_sharding, array.__getitem__)
 
@@ -115,7 +120,7 @@ def load_adapter(path: str | Path, adapter: Adapter, mesh: Mesh) -> Params:
     for param, leaf_sharding in shardings.items():
         tensors = (stored[name] for name in _list_peft_tensor_names(adapter, param))
         parts = [np.asarray(tensor.data[:]).astype(np.float32).T for tensor in tensors]
-        params[param] = _shard(np.stack(parts), leaf_sharding)
+        params[param] = _shard_array(np.stack(parts), leaf_sharding)
     return unflatten_dict(params, sep="/")
 
 
@@ -294,8 +299,8 @@ def save_merged(params: Params, adapter: Adapter, path: str | Path, *, source: s
     """Write the merged model as an HF folder. Every process must call this function.
 
     Each tensor is the source's tensor plus s A B, computed in float32 and stored in the source's
-    dtype. The result equals PEFT's merge of the source and the output of `save_adapter`, even if
-    the base is int8.
+    dtype. PEFT gives the same result if it merges the saved adapter into the source, even if the
+    base is int8.
     """
     host = {p: gather_to_host(leaf) for p, leaf in flatten_dict(params, sep="/").items()}
     model = adapter.model

@@ -11,7 +11,7 @@ import pytest
 from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file, save_file
 
-from jaxrl.extras.lora.adapter import Adapter, find_targets, merge_layer, quantize
+from jaxrl.extras.lora.adapter import Adapter, find_targets, merge_layer, quantize_kernel
 from jaxrl.extras.lora.files import (
     check_adapter,
     load_adapter,
@@ -126,7 +126,7 @@ def test_a_layer_by_hand():
 
 def test_int8_by_hand():
     kernel = np.array([[1.27, 0.0, -2.54], [-0.634, 0.0, 1.0]], np.float32)
-    values, scale = quantize(kernel)
+    values, scale = quantize_kernel(kernel)
     np.testing.assert_array_equal(values, [[127, 0, -127], [-63, 0, 50]])
     np.testing.assert_allclose(scale, [0.01, 1.0, 0.02], rtol=1e-6)
     layer = {"kernel": jnp.asarray(values), "kernel_scale": jnp.asarray(scale)}
