@@ -30,8 +30,8 @@ GUNMAN = "police killed the gunman"
     ],
 )
 def test_values_by_hand(part, answer, truths, score):
-    assert part().compare(answer, truths) == pytest.approx(score)
-    assert part().compare(answer, truths) <= 1
+    assert part().compute_score(answer, truths) == pytest.approx(score)
+    assert part().compute_score(answer, truths) <= 1
 
 
 @pytest.mark.parametrize("part", [Bleu(), RougeL()])

@@ -136,7 +136,7 @@ def compute_statistics(
 def count_flags(
     flags: Sequence[bool], tasks: Iterable[Task], counts: Sequence[bool] | None = None
 ) -> Statistic:
-    """Count the flagged tasks, as a number and as a share of the tasks with `counts`."""
+    """Return the number and share of flagged tasks. `counts` is False for tasks not to count."""
     total = len(flags) if counts is None else sum(counts)
     ids = [task.id for task, flag in zip(tasks, flags, strict=True) if flag]
     return {"count": len(ids), "of": total, "share": len(ids) / max(total, 1), "tasks": ids}
@@ -172,7 +172,7 @@ def get_question(task: Task) -> str:
 
 
 def count_unrewarded_answers(env: Env, parts: Sequence[str], tasks: Sequence[Task]) -> Statistic:
-    """Count the accepted answers to which a reward part gives no reward.
+    """Count the accepted answers that get no reward from a reward part.
 
     Each answer is scored as the only accepted answer of its task, verbatim and normalized, in each
     response form of `ANSWER_FORMS`.

@@ -21,8 +21,8 @@ class Conversation:
     """Chat with a run's model and tools.
 
     The first question uses the training prompt (`config.prompt`). Later questions are user messages
-    that follow the model's earlier text: with a tag protocol, all turns and tool results; with a
-    chat-template protocol, the last turn of each episode.
+    after the earlier episodes. With a tag protocol, all turns and tool results of an episode stay
+    in the chat; with a chat-template protocol, only the episode's last turn.
     """
 
     def __init__(self, components: RunComponents, config: ResolvedConfig, temperature: float = 0.0):

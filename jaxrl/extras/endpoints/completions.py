@@ -18,7 +18,7 @@ _MAX_QUOTED = 200  # characters of a response to quote in an error message
 
 
 class EndpointTool(Tool):
-    """Client for a chat-completions endpoint, which sends one request per call."""
+    """Client for a chat-completions endpoint. Each call sends one request."""
 
     name, blank = "endpoint", ""
 

@@ -50,7 +50,7 @@ def prepare_image(picture: Picture, *, is_blank: bool = False) -> Picture:
 
 
 def format_part(picture: Picture, url: str) -> dict[str, Any]:
-    """Return the content part of a message that holds an image or a video.
+    """Return an image or a video as a content part of a message.
 
     OpenAI's API does not accept videos; vLLM and SGLang accept `video_url`
     (https://docs.vllm.ai/en/stable/features/multimodal_inputs.html).

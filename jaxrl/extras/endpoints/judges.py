@@ -242,7 +242,7 @@ class Judge:
                 members=(index,),
                 invoke=judge_call.invoke,
                 parse=lambda score: [RewardPartResult(score=score)],
-                records=judge_call.records,
+                records=judge_call.list_records,
             )
             for index, judge_call in enumerate(judge_calls)
         ]
@@ -294,8 +294,8 @@ class _JudgeCall:
             )
         return parse_score(self.result.result, self.judge.settings)
 
-    def records(self) -> list[CallRecord]:
-        """Return the call's record. An abandoned call that was sent counts as one attempt."""
+    def list_records(self) -> list[CallRecord]:
+        """Return the call's record. If an abandoned call was sent, it counts as one attempt."""
         if self.result is not None:
             return [self.result.record]
         return [

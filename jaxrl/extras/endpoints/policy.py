@@ -68,7 +68,7 @@ Content = str | Sequence[str | Picture]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelTurn:
-    """A model turn: text and usage."""
+    """Text and token usage of a model turn."""
 
     text: str  # up to and including the stop string
     is_cut: bool  # True if the token limit was reached
@@ -129,7 +129,7 @@ class ChatModel:
             messages: Messages with role, `Content` and other fields; see `prepare_image` for
                 images and videos.
             stops: Strings at which the turn ends.
-            sampling: Additional request fields, including a seed, which differs between samples.
+            sampling: Additional request fields, including a seed that differs between samples.
 
         Raises:
             OutageError: The endpoint rejects all requests, for example because of a wrong key.
@@ -157,7 +157,7 @@ class ChatModel:
         reply = json.loads(response.result)
         usage: dict[str, float] = {"calls": 1, "attempts": 0, "replayed": 1}
         if response.record.source != "replay":  # replays cost nothing
-            tokens, settings = _count_tokens(reply), self.settings
+            tokens, settings = _get_token_counts(reply), self.settings
             usage = {"calls": 1, "attempts": response.record.attempts, **tokens}
             if settings.prompt_price or settings.completion_price:
                 cost = tokens["prompt_tokens"] * settings.prompt_price
@@ -186,7 +186,7 @@ def _format_tool_calls(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _ChatEndpoint(EndpointTool):
-    """Endpoint whose calls are request bodies with images, and whose results are responses."""
+    """Chat endpoint that takes request bodies with images and returns JSON responses."""
 
     name = "policy"
     fatal_error = ""
@@ -212,7 +212,7 @@ class _ChatEndpoint(EndpointTool):
             raise
         # Raise an error for a malformed response, so that the request is retried.
         parse_turn(response, ())
-        _count_tokens(response)
+        _get_token_counts(response)
         return json.dumps(response)
 
 
@@ -259,8 +259,8 @@ def parse_turn(response: Any, stops: Sequence[str]) -> tuple[str, bool]:
     return (text + open_tags[max(open_tags)] if open_tags else text), False
 
 
-def _count_tokens(response: Mapping[str, Any]) -> dict[str, int]:
-    """Return the prompt and completion token counts from the endpoint; 0 if missing.
+def _get_token_counts(response: Mapping[str, Any]) -> dict[str, int]:
+    """Return the numbers of prompt and completion tokens in a response; 0 if missing.
 
     Raises:
         ToolError: The counts are malformed.
@@ -398,7 +398,7 @@ class ChatRollout(BaseRollout):
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "max_tokens": self._remaining_budget(sample),
-            "seed": _hash_seed(sampling, draw, sample),
+            "seed": _derive_seed(sampling, draw, sample),
         }
         messages = list(prompt)
         if not self._model.settings.continues_message:
@@ -414,7 +414,7 @@ class ChatRollout(BaseRollout):
         return self._model.generate_turn(messages, stops=stops, sampling=fields)
 
     def _make_observation(self, turn: Turn) -> Content:
-        """Return the observation after a turn, including images.
+        """Return the observation after a turn, with its images.
 
         As in the run's template, only the protocol's text follows the images.
         """
@@ -443,8 +443,8 @@ class ChatRollout(BaseRollout):
         return make_failed_step(f"{name}.step {problem}") if problem else result
 
 
-def _hash_seed(sampling: SamplingConfig, draw: Draw, sample: Sample) -> int:
-    """Hash the position of a turn in the run to a 31-bit seed."""
+def _derive_seed(sampling: SamplingConfig, draw: Draw, sample: Sample) -> int:
+    """Derive a 31-bit seed from a turn's position in the run."""
     seeds = sampling.seeds
     parts = (
         *(seeds.seed, seeds.stage, seeds.step, draw.stream_index, sample.sample_index),

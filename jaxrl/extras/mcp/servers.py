@@ -99,7 +99,7 @@ def connect_tools(
 
 
 class McpServer:
-    """Client for an MCP server, which connects on first use and reconnects if the server dies.
+    """Client for an MCP server. It connects on first use, and reconnects if the server dies.
 
     Connections run on the event loop of `get_event_loop`. `list_tools` and `call` are thread-safe.
     """
@@ -141,7 +141,7 @@ class McpServer:
         Raises:
             ToolError: The server cannot be reached, or it lists no tools.
         """
-        listing = self._run(self._list_tools())
+        listing = self._run_coroutine(self._list_tools())
         if not listing:
             raise ToolError(f"the MCP server {self.name!r} lists no tools")
         return [McpTool(self, tool) for tool in listing]
@@ -153,9 +153,9 @@ class McpServer:
             InvalidCallError: The server rejects the arguments.
             ToolError: The server cannot be reached, or does not respond in time.
         """
-        return _extract_result_text(self._run(self._call_tool(name, arguments)))
+        return _extract_result_text(self._run_coroutine(self._call_tool(name, arguments)))
 
-    def _run(self, coroutine: Any) -> Any:
+    def _run_coroutine(self, coroutine: Any) -> Any:
         try:
             return run_with_deadline(self._deadline_s, coroutine)
         except DeadlineError as error:
@@ -241,7 +241,7 @@ async def _open_client(
 
 
 class _Connection:
-    """Open client, which a single task opens and closes, as anyio requires."""
+    """Open connection to a server. A single task opens and closes it, as anyio requires."""
 
     def __init__(self, client_context: contextlib.AbstractAsyncContextManager[Any]) -> None:
         """Start opening the client on the running event loop."""

@@ -72,10 +72,10 @@ class _ParquetReader(Reader):
             np.split(row_indices, split_points), groups[[0, *split_points]], strict=True
         ):
             start = int(run[0] - (self._ends[group - 1] if group else 0))
-            rows += self._read_group(int(group)).slice(start, len(run)).to_pylist()
+            rows += self._read_row_group(int(group)).slice(start, len(run)).to_pylist()
         return [to_record(row, self.location(i)) for row, i in zip(rows, indices, strict=True)]
 
-    def _read_group(self, group: int) -> pa.Table:
+    def _read_row_group(self, group: int) -> pa.Table:
         if group in self._groups:
             self._groups.move_to_end(group)
             return self._groups[group]

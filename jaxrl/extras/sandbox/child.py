@@ -133,10 +133,10 @@ def main() -> None:
         os._exit(1)
     sys.argv = [""]
     os.write(report_fd, READY)
-    os._exit(run(code, report_fd))
+    os._exit(run_code(code, report_fd))
 
 
-def run(code: bytes, report_fd: int) -> int:
+def run_code(code: bytes, report_fd: int) -> int:
     """Run the code, report its error to `report_fd`, and return the exit status."""
     status, error = 0, b""
     try:

@@ -249,8 +249,9 @@ def _is_host_root() -> bool:
 def _open_root_namespace() -> int:
     """Create a user namespace with root and `NOBODY`; return its file descriptor.
 
-    bwrap itself maps only the current user into its namespace. If root starts bwrap, that user is
-    the host's root, which owns the host's devices and programs even under another user id.
+    bwrap itself maps only the current user into its namespace. If root starts bwrap, the sandboxed
+    process is the host's root, whatever its user id in the namespace, and so owns the host's
+    devices and programs.
 
     Raises:
         OSError: Root is not allowed to create such a namespace on this machine.

@@ -60,10 +60,11 @@ def compute_step_stats(
         cut: Fraction truncated by a token or turn limit.
         void: Fraction with a turn that has neither a tool call nor the answer.
         loops: Fraction with a repetitive response.
-        alike: Fraction whose response is identical to another sample's in the group.
+        alike: Fraction whose response is identical to that of another sample in the group.
         signal: Fraction of groups with a nonzero advantage.
         searching, searches: Fraction that called a tool, and mean number of calls.
-        found: Fraction of the trajectories with a call whose results contain an accepted answer.
+        found: Among trajectories with a tool call, fraction whose results contain an accepted
+            answer.
         prompts: Number of groups whose samples have different prompts.
         uneven: Maximum over groups of |sum of advantages| / max |advantage|.
         yes: Fraction of scores equal to 1, for each judge.

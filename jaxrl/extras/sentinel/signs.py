@@ -114,7 +114,7 @@ def detect_signs(
     next_state = {
         "steps": [*past, stats][-BASELINE_STEPS:],
         "counts": counts,
-        "best": history.update_best(),
+        "best": history.compute_updated_best(),
         "twins": duplicates,
     }
     return next_state, signs
@@ -159,8 +159,8 @@ class StepHistory:
         """Return the values of a statistic before the last `RECENT` steps, oldest first."""
         return _get_values(name, self.past[: max(len(self.past) - RECENT + 1, 0)])
 
-    def update_best(self) -> dict[str, Any]:
-        """Return `best`, updated with this step."""
+    def compute_updated_best(self) -> dict[str, Any]:
+        """Return `best` after this step."""
         last = [step for step in [*self.past, self.now] if step.get("reward") is not None]
         low = min([*_get_values("reward_min", last), self.best.get("low", math.inf)])
         best = {**self.best, "low": low} if last else dict(self.best)
@@ -191,7 +191,7 @@ def detect_prompt_mismatch(now: StepStats) -> RuleResult:
 
 
 def detect_repeated_keys(duplicates: Mapping[str, float]) -> RuleResult:
-    """Detect pairs of samples that stay identical, although that is improbable."""
+    """Detect pairs of samples that are improbably often identical."""
     pair, nats = min(duplicates.items(), key=lambda item: item[1], default=("", 0.0))
     if nats > -30.0:
         return None
@@ -204,7 +204,7 @@ def detect_repeated_keys(duplicates: Mapping[str, float]) -> RuleResult:
 
 
 def detect_uneven_advantages(now: StepStats, method: Method) -> RuleResult:
-    """Detect groups whose advantages do not sum to 0, although the estimator guarantees it."""
+    """Detect groups whose advantages do not sum to 0, as the estimator guarantees."""
     if now["uneven"] < 1e-3:
         return None
     return "advantages_uneven", (
@@ -381,7 +381,7 @@ def detect_reward_drop(history: StepHistory, min_drop: float) -> RuleResult:
 
 
 def detect_entropy_change(history: StepHistory, share: float) -> RuleResult:
-    """Detect identical samples while answers are wrong, or an unusually low or high entropy."""
+    """Detect identical wrong answers, or unusually low or high entropy."""
     now = history.now
     entropy, prior = now["entropy"], history.get_baseline_values("entropy")
     if entropy is None:
@@ -450,7 +450,7 @@ _SHARE_SIGNS = {
 
 
 def detect_share_increase(history: StepHistory, name: str, share: float) -> RuleResult:
-    """Detect a rise in the statistic `name`, a fraction of bad responses."""
+    """Detect a rise in the fraction of bad responses, for the statistic `name`."""
     now, prior = history.now[name], history.get_baseline_values(name)
     if now is None or len(prior) < MIN_PRIOR or now < share:
         return None

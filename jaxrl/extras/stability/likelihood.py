@@ -23,10 +23,10 @@ def likelihood_loss(
 ) -> PolicyLoss:
     """Compute the per-token LLDS loss, the decrease of log-likelihoods in nats.
 
-    Updates on wrong answers also reduce the likelihood of correct answers, with which they share
-    most tokens (https://arxiv.org/abs/2512.04220). Let d be the old minus the current logprob of a
-    token with advantage >= 0. The token's loss is max(0, d) if the sum of d over the token's action
-    is positive, else 0.
+    Updates on wrong answers also reduce the likelihood of correct answers, because both share most
+    of their tokens (https://arxiv.org/abs/2512.04220). Let d be the old minus the current logprob
+    of a token with advantage >= 0. The token's loss is max(0, d) if the sum of d over the token's
+    action is positive, else 0.
 
     The loss and its gradient are zero before the first optimizer step on a batch. `margin` absorbs
     rounding differences between old and current logprobs, which are computed by different programs.

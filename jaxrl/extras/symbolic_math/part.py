@@ -37,9 +37,9 @@ class MathVerify(AnswerPart):
     """Reward part `math_verify`: 1 if the final answer equals an accepted answer, else 0.
 
     An abstention scores 0. An answer that exceeds the time or memory limit, or crashes the worker,
-    also scores 0; the metric `undecided` counts such answers. If they were environment errors, a
-    policy could avoid a low reward with an answer that hangs. A worker that cannot start or does
-    not respond is an environment error.
+    also scores 0; the metric `undecided` counts such answers. If they caused environment errors, a
+    policy could avoid a low reward with an answer that hangs. If a worker cannot start or does not
+    respond, the episode ends with an environment error.
     """
 
     def __init__(self, *, deadline_s: float, memory_mib: int, workers: int) -> None:
@@ -60,7 +60,7 @@ class MathVerify(AnswerPart):
         self._num_workers = workers
         self._pool: Any = None
         self._lock = threading.Lock()
-        self._cached_compare = lru_cache(maxsize=_CACHE_SIZE)(self._compare)
+        self._cached_compare = lru_cache(maxsize=_CACHE_SIZE)(self._compare_in_worker)
 
     def score_answer(self, sample: ScoredEpisode) -> RewardPartResult:
         """Score the final answer of an episode."""
@@ -88,7 +88,7 @@ class MathVerify(AnswerPart):
             return False
         return self._cached_compare(_strip_math_notation(answer), undecided)
 
-    def _compare(self, answer: str, truths: Sequence[str]) -> bool | None:
+    def _compare_in_worker(self, answer: str, truths: Sequence[str]) -> bool | None:
         from pebble import ProcessExpired
 
         for _ in range(2):  # retry once: the system may have killed the first worker

@@ -16,7 +16,7 @@ class TextMetric(AnswerPart):
     """
 
     @abstractmethod
-    def compare(self, answer: str, truths: Sequence[str]) -> float:
+    def compute_score(self, answer: str, truths: Sequence[str]) -> float:
         """Return the score of an answer, maximized over `truths`."""
 
     def score_answer(self, sample: ScoredEpisode) -> RewardPartResult:
@@ -25,7 +25,7 @@ class TextMetric(AnswerPart):
         if reward.is_abstention or not reward.final_answer:
             return RewardPartResult(score=0.0)
         return RewardPartResult(
-            score=self.compare(reward.final_answer, sample.episode.task.answers)
+            score=self.compute_score(reward.final_answer, sample.episode.task.answers)
         )
 
 
@@ -44,7 +44,7 @@ class Bleu(TextMetric):
             raise ImportError(f"{error}; pip install 'jaxrl[text-metrics]'") from error
         self._sentence_bleu = sentence_bleu
 
-    def compare(self, answer: str, truths: Sequence[str]) -> float:
+    def compute_score(self, answer: str, truths: Sequence[str]) -> float:
         """Return the BLEU of an answer, maximized over `truths`."""
         best = max(self._sentence_bleu(answer, [truth]).score for truth in truths)
         return min(best / 100, 1.0)  # sacrebleu rounds a perfect score up to 100.00000000000004
@@ -69,6 +69,6 @@ class RougeL(TextMetric):
             raise ImportError(f"{error}; pip install 'jaxrl[text-metrics]'") from error
         self._scorer = RougeScorer(["rougeL"])
 
-    def compare(self, answer: str, truths: Sequence[str]) -> float:
+    def compute_score(self, answer: str, truths: Sequence[str]) -> float:
         """Return the F-measure of an answer, maximized over `truths`."""
         return float(self._scorer.score_multi(truths, answer)["rougeL"].fmeasure)

@@ -1,4 +1,4 @@
-"""MLflow runs."""
+"""Tracker that logs metrics to MLflow."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_PARAMS, MAX_METRICS = 100, 1000
 
 
 class MLflow:
-    """MLflow run in the store that `MLFLOW_TRACKING_URI` names.
+    """Tracker for an MLflow run, stored where `MLFLOW_TRACKING_URI` says.
 
     The step in charts is the record's index, and `step` is one of the metrics. Tables are files of
     the run, in the format of `mlflow.log_table`. Calling `mlflow.log_table` would rewrite all
@@ -36,13 +36,13 @@ class MLflow:
     package = "mlflow"
 
     def __init__(self, workdir: Path, project: str, config: Mapping[str, Any]):
-        """Start or continue the run. `project` is its experiment."""
+        """Start or resume the MLflow run. `project` is the name of the MLflow experiment."""
         from mlflow import entities  # an optional dependency
         from mlflow.tracking import MlflowClient
 
         self._entities, self._client = entities, MlflowClient()
 
-        def create() -> str:
+        def create_run() -> str:
             experiment = self._client.get_experiment_by_name(project)
             experiment_id = (
                 self._client.create_experiment(project)
@@ -56,7 +56,7 @@ class MLflow:
                 self._client.log_batch(run.info.run_id, params=batch)
             return str(run.info.run_id)
 
-        self._run_id = read_or_create_id(workdir, "mlflow", create)
+        self._run_id = read_or_create_id(workdir, "mlflow", create_run)
         self._client.update_run(self._run_id, status="RUNNING")
         steps = [m.step for m in self._client.get_metric_history(self._run_id, "step")]
         self._num_logged = max(steps, default=-1) + 1

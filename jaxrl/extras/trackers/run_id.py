@@ -10,7 +10,7 @@ from jaxrl.utils.files import atomic_write
 
 
 def read_or_create_id(workdir: Path, tracker: str, create: Callable[[], str]) -> str:
-    """Return the identifier in the workdir's file `<tracker>/run_id`, or create the file."""
+    """Return the identifier in the workdir's file `<tracker>/run_id`; create a missing file."""
     file = workdir / tracker / "run_id"
     if not file.exists():
         run_id = create()
@@ -19,6 +19,6 @@ def read_or_create_id(workdir: Path, tracker: str, create: Callable[[], str]) ->
     return file.read_text(encoding="utf-8")
 
 
-def make_id() -> str:
+def make_random_id() -> str:
     """Return a random identifier."""
     return uuid.uuid4().hex[:12]

@@ -1,4 +1,4 @@
-"""Trackio runs."""
+"""Tracker that logs metrics to Trackio."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxrl.extras.trackers.run_id import make_id, read_or_create_id
+from jaxrl.extras.trackers.run_id import make_random_id, read_or_create_id
 from jaxrl.logs.writers import Table
 from jaxrl.training.interfaces import Record
 
 
 class Trackio:
-    """Trackio run, stored on this machine or where `TRACKIO_SPACE_ID` or `TRACKIO_SERVER_URL` says.
+    """Tracker for a Trackio run, stored on this machine, in a Space or on a server.
+
+    `TRACKIO_SPACE_ID` names the Space, and `TRACKIO_SERVER_URL` the server.
 
     The step in charts is the record's index.
     """
@@ -20,12 +22,12 @@ class Trackio:
     package = "trackio"
 
     def __init__(self, workdir: Path, project: str, config: Mapping[str, Any]):
-        """Start or continue the run."""
+        """Start or resume the Trackio run."""
         import trackio  # an optional dependency
 
         self._trackio = trackio
         # Trackio finds a run by its name, which must be unique in the project.
-        name = read_or_create_id(workdir, "trackio", lambda: f"{workdir.name}-{make_id()}")
+        name = read_or_create_id(workdir, "trackio", lambda: f"{workdir.name}-{make_random_id()}")
         self._run = trackio.init(
             project=project, name=name, resume="allow", config=dict(config), embed=False
         )

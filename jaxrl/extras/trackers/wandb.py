@@ -1,4 +1,4 @@
-"""Weights & Biases runs."""
+"""Tracker that logs metrics to Weights & Biases."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxrl.extras.trackers.run_id import make_id, read_or_create_id
+from jaxrl.extras.trackers.run_id import make_random_id, read_or_create_id
 from jaxrl.logs.writers import Table
 from jaxrl.training.interfaces import Record
 
 
 class WandB:
-    """Weights & Biases run, with `step` as the x-axis of charts."""
+    """Tracker for a Weights & Biases run, with `step` as the x-axis of charts."""
 
     package = "wandb"
 
     def __init__(self, workdir: Path, project: str, config: Mapping[str, Any]):
-        """Start or continue the run."""
+        """Start or resume the W&B run."""
         import wandb  # an optional dependency
 
         self._make_table = wandb.Table
         self._run = wandb.init(
             project=project,
-            id=read_or_create_id(workdir, "wandb", make_id),
+            id=read_or_create_id(workdir, "wandb", make_random_id),
             resume="allow",
             name=workdir.name,
             dir=str(workdir),
