@@ -7,7 +7,7 @@ from typing import Any
 from jaxrl.config.keys import Key, Rule
 
 
-def _lacks_corpus(config: Any) -> bool:
+def _is_missing_corpus(config: Any) -> bool:
     drops = config.filter.unanswerable == "drop"
     return drops and "train" in config.stages and not config.corpus_section
 
@@ -23,7 +23,7 @@ KEYS = {
 RULES = (
     Rule(
         "filter.unanswerable",
-        _lacks_corpus,
+        _is_missing_corpus,
         "'keep' unless the engine is 'local', 'dense' or 'hybrid', whose corpus can be read",
     ),
 )

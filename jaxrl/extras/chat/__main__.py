@@ -170,22 +170,23 @@ def read_lines(lines: Iterable[str]) -> Iterator[str]:
 def print_trajectory(trajectory: Trajectory, console: Console) -> None:
     """Print the question, turns, observations (dimmed) and answer of an episode."""
 
-    def write(text: str, style: str = "") -> None:
+    def print_text(text: str, style: str = "") -> None:
         console.print(Text(escape_control_chars(text), style=style), soft_wrap=True)
 
-    write(f"\n{trajectory.query}", "bold")
+    print_text(f"\n{trajectory.query}", "bold")
     opener = trajectory.opener
     for turn in trajectory.turns:
-        write(opener + turn.text)
+        print_text(opener + turn.text)
         opener = ""
         if turn.observation is not None:
-            write(turn.observation.strip("\n"), "dim")
+            print_text(turn.observation.strip("\n"), "dim")
     if trajectory.outcome == Outcome.ENVIRONMENT_ERROR:
-        write(f"no answer: the environment failed: {describe_first_error([trajectory])}", "bold")
+        reason = describe_first_error([trajectory])
+        print_text(f"no answer: the environment failed: {reason}", "bold")
     elif trajectory.outcome in (Outcome.ANSWERED, Outcome.ABSTAINED) and trajectory.final_answer:
-        write(f"answer: {trajectory.final_answer}", "bold")
+        print_text(f"answer: {trajectory.final_answer}", "bold")
     else:
-        write(f"no answer: {str(trajectory.outcome).replace('_', ' ')}", "bold")
+        print_text(f"no answer: {str(trajectory.outcome).replace('_', ' ')}", "bold")
 
 
 if __name__ == "__main__":

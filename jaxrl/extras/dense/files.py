@@ -121,10 +121,10 @@ def open_index(
         raise ValueError(
             f"the index {folder} is damaged; delete this folder to rebuild it. ({error})"
         ) from error
-    return VectorFiles(folder, vectors, _make_documents(spec, lines))
+    return VectorFiles(folder, vectors, _open_corpus_documents(spec, lines))
 
 
-def _make_documents(spec: IndexSpec, lines: Any) -> CorpusDocuments:
+def _open_corpus_documents(spec: IndexSpec, lines: Any) -> CorpusDocuments:
     return CorpusDocuments(spec.corpus, lines["offset"], lines["check"])
 
 
@@ -148,7 +148,7 @@ def _build_index(
     shape, dtype = (len(lines), spec.width), FILE_DTYPES[spec.dtype]
     _preallocate(build_folder, shape[0] * shape[1] * dtype.itemsize)
     vectors = np.memmap(build_folder / _VECTORS, dtype, "r+", shape=shape)
-    read_rows = make_reader(_make_documents(spec, lines))
+    read_rows = make_reader(_open_corpus_documents(spec, lines))
     num_written = read_object(build_folder / _MANIFEST)["num_vectors"]
     for start in range(num_written, len(lines), CHUNK_ROWS):
         stop = min(start + CHUNK_ROWS, len(lines))

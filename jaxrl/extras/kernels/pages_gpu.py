@@ -326,7 +326,7 @@ def _fetch_span(
     num_stages = shared.rings[0].shape[0]
     row = jax.lax.div(span.matrix, jnp.int32(matrices_per_row))
 
-    def copy(i: jax.Array, _: None) -> None:
+    def copy_page(i: jax.Array, _: None) -> None:
         page = tables[row, span.start + i]
         stage = jax.lax.rem(num_before + i, jnp.int32(num_stages))
         buffers = zip(arrays, shared.rings, shared.full_barriers, shared.free_barriers, strict=True)
@@ -340,7 +340,7 @@ def _fetch_span(
                 array.at[page, span.head], ring.at[stage], full_barrier.at[stage]
             )
 
-    jax.lax.fori_loop(0, span.count, copy, None)
+    jax.lax.fori_loop(0, span.count, copy_page, None)
 
 
 def _attend_span(

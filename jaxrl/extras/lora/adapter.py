@@ -90,7 +90,7 @@ class Adapter(WrappedArchitecture):
 
     @property
     def scaling(self) -> float:
-        """Return the scale s of the adapter's output."""
+        """Scale s of the adapter's output."""
         return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)
 
     def param_specs(self, frozen: Sequence[str] = ()) -> tuple[ParamSpec, ParamSpec]:

@@ -101,7 +101,7 @@ def connect_tools(
 class McpServer:
     """Client for an MCP server. It connects on first use, and reconnects if the server dies.
 
-    Connections run on the event loop of `get_event_loop`. `list_tools` and `call` are thread-safe.
+    Connections run on the event loop of `get_event_loop`. The public methods are thread-safe.
     """
 
     def __init__(self, spec: Mapping[str, Any], *, deadline_s: float = 60.0) -> None:
@@ -146,7 +146,7 @@ class McpServer:
             raise ToolError(f"the MCP server {self.name!r} lists no tools")
         return [McpTool(self, tool) for tool in listing]
 
-    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+    def call_tool(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Call a tool; return its text, which may be an error message.
 
         Raises:
@@ -416,6 +416,6 @@ class McpTool(JsonTool):
             ToolError: The server cannot be reached, or does not respond in time.
         """
         try:
-            return self._server.call(self.name, json.loads(call))
+            return self._server.call_tool(self.name, json.loads(call))
         except InvalidCallError as error:
             return f"error: {error}"

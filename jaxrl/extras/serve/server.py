@@ -340,7 +340,7 @@ async def _send_events(
             await send_event(name, value)
     except RequestError as error:
         await send_event(
-            "error" if _is_anthropic(request) else "", _build_error_body(request, error)
+            "error" if _uses_anthropic_api(request) else "", _build_error_body(request, error)
         )
         return False
     return True
@@ -351,13 +351,13 @@ async def _wait_for_disconnect(receive: Any) -> None:
         pass
 
 
-def _is_anthropic(request: Request) -> bool:
+def _uses_anthropic_api(request: Request) -> bool:
     return bool(request.scope["path"].startswith(MESSAGES))
 
 
 def _build_error_body(request: Request, error: RequestError) -> dict[str, Any]:
     """Build an error response's body in the format of the requested API."""
-    return error.build_body(is_anthropic=_is_anthropic(request))
+    return error.build_body(is_anthropic=_uses_anthropic_api(request))
 
 
 def get_client_keys(request: Request) -> tuple[str, str]:
