@@ -134,10 +134,10 @@ def compute_statistics(
 
 
 def count_flags(
-    flags: Sequence[bool], tasks: Iterable[Task], counts: Sequence[bool] | None = None
+    flags: Sequence[bool], tasks: Iterable[Task], is_included: Sequence[bool] | None = None
 ) -> Statistic:
-    """Return the number and share of flagged tasks. `counts` is False for tasks not to count."""
-    total = len(flags) if counts is None else sum(counts)
+    """Return the number of flagged tasks, and their share of all tasks or of included tasks."""
+    total = len(flags) if is_included is None else sum(is_included)
     ids = [task.id for task, flag in zip(tasks, flags, strict=True) if flag]
     return {"count": len(ids), "of": total, "share": len(ids) / max(total, 1), "tasks": ids}
 
