@@ -409,7 +409,7 @@ def watching_tokenizer():
 
 class LookingEnv(ScriptedEnv):
     def start(self, tasks):
-        return [Prompt(system="", template="{question}").messages(task) for task in tasks]
+        return [Prompt(system="", template="{question}").render_messages(task) for task in tasks]
 
 
 def make_rollout(processor, reply=None, **changes):

@@ -143,7 +143,7 @@ def test_times_precede_the_frames_of_a_video():
 
 class VideoEnv(ScriptedEnv):
     def start(self, tasks):
-        return [Prompt(system="", template="{question}").messages(task) for task in tasks]
+        return [Prompt(system="", template="{question}").render_messages(task) for task in tasks]
 
 
 def make_rollout(processor, reply=None, **changes):

@@ -18,8 +18,8 @@ from jaxrl.envs.images import (
     VIDEO_TAG,
     Picture,
     has_content,
-    parse_picture,
-    parse_pictures,
+    parse_image,
+    parse_images,
     parse_video,
     parse_videos,
     split_at_tags,
@@ -35,7 +35,7 @@ def parse_task(fields: dict[str, Any], location: str, *, folder: Path | None = N
     `prompt` is a chat, and the answers are in `reward_model`. `id` (default: `location`),
     `data_source` and `metadata` are optional. All other fields are added to `Task.metadata`.
 
-    `images` is an image or a list of images (see `parse_picture`), one for each
+    `images` is an image or a list of images (see `parse_image`), one for each
     `<image>` placeholder in the text. `videos` contains videos (see `parse_video`) for the
     `<video>` placeholders. Without placeholders, they precede the question or the first user
     message. Message content may also be a list of parts, some of which are images or videos.
@@ -353,7 +353,7 @@ def _parse_part(part: Any, folder: Path) -> tuple[str, Picture | None]:
             return VIDEO_TAG if is_video else IMAGE_TAG, None
         if is_video:
             return VIDEO_TAG, parse_video(content, folder)
-        return IMAGE_TAG, parse_picture(next(iter(content.values())), folder)
+        return IMAGE_TAG, parse_image(next(iter(content.values())), folder)
     except ValueError as error:
         name = "a video" if is_video else "an image"
         raise ValueError(f"{name} of a message: {error}.") from error
@@ -362,7 +362,7 @@ def _parse_part(part: Any, folder: Path) -> tuple[str, Picture | None]:
 def _parse_images(fields: dict[str, Any], folder: Path) -> tuple[Picture, ...]:
     """Parse the fields `images` and `videos`."""
     pictures: list[Picture] = []
-    for name, parse in (("images", parse_pictures), ("videos", parse_videos)):
+    for name, parse in (("images", parse_images), ("videos", parse_videos)):
         try:
             pictures += parse(fields.get(name), folder)
         except ValueError as error:

@@ -29,7 +29,7 @@ class Outcome(enum.StrEnum):
 
 
 class OutageError(ToolError):
-    """Error for a tool or judge outage that has lasted longer than the run allows.
+    """Error raised when a tool or judge has been down longer than the run allows.
 
     Attributes:
         fallback: Tool result to use instead of stopping the run; the episode then ends with an
@@ -61,7 +61,7 @@ class CallRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Question record: `question` or `messages`, and all accepted answers.
+    """Question record with `question` or `messages`, and all accepted answers.
 
     The text contains an `<image>` placeholder for each image, in order.
     """
@@ -92,14 +92,18 @@ class Prompt:
     examples: tuple[Message, ...] = ()
     render: Callable[[Task], str] | None = None
 
-    def messages(self, task: Task) -> list[Message]:
+    def render_messages(self, task: Task) -> list[Message]:
         """Return the initial messages of an episode; `task.messages` replaces the template."""
         if task.messages is not None:
             return list(task.messages)
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return [*system, *self.examples, {"role": "user", "content": self.user_message(task)}]
+        return [
+            *system,
+            *self.examples,
+            {"role": "user", "content": self.render_user_message(task)},
+        ]
 
-    def user_message(self, task: Task) -> str:
+    def render_user_message(self, task: Task) -> str:
         """Return the user message that contains the task's question."""
         if self.render is not None:
             return self.render(task)
@@ -145,8 +149,8 @@ class ToolResults:
 class StepResult:
     """Environment's reply to one model message.
 
-    The episode ends if `outcome` is set. Otherwise, the model continues after the `observation`, if
-    there is one. If there is an `error` without an outcome, the observation is a fallback, and the
+    The episode ends if `outcome` is set. Otherwise, the model continues, after the `observation` if
+    there is one. If `error` is set without an outcome, the observation is a fallback, and the
     episode later ends with an environment error.
     """
 
@@ -206,8 +210,8 @@ class Episode:
 class Reward:
     """Environment's score for an episode.
 
-    `parts` are unweighted. `RewardCombiner` sets `total`, the weighted sum that training uses, and
-    splits it into `turn_totals`, one per turn, and `rest`, for the episode.
+    `parts` are unweighted. `RewardCombiner` sets `total` to the weighted sum, which training uses,
+    and splits it into one `turn_totals` value per turn and `rest`, which belongs to no turn.
 
     Parts with a value for each turn are in `turn_parts` only. Advantages, filters and shaping use
     the `is_*` flags.
@@ -241,10 +245,10 @@ class Env(Protocol):
     episodes end with an environment error. If `step` raises an `OutageError` without a fallback,
     the run ends.
 
-    An environment with a custom rollout also has a `make_rollout` method, which builds it from the
-    sampler, the other arguments of `sampling.episodes.BaseRollout`, and `log`, a callback for log
-    lines. Such an environment may set `engine_kind`, the class of its sampler. Its `start` and
-    `step` are not called.
+    An environment with a custom rollout also has a `make_rollout` method, which builds the rollout
+    from the sampler, the other arguments of `sampling.episodes.BaseRollout`, and `log`, a callback
+    for log lines. Such an environment may set `engine_kind`, the class of its sampler. `start` and
+    `step` of such an environment are not called.
     """
 
     stop_strings: tuple[str, ...]
@@ -268,9 +272,10 @@ class Env(Protocol):
         """
 
     def score(self, group: Sequence[Episode]) -> list[Reward]:
-        """Return one reward per finished episode of a task; environment errors are left out.
+        """Return one reward per finished episode of a task.
 
-        If this method raises, it is called again for each episode alone.
+        `group` omits episodes that ended with an environment error. If this method raises, it is
+        called again for each episode separately.
 
         """
 

@@ -32,7 +32,7 @@ def open_image(picture: Picture) -> PIL.Image.Image:
     """Open an image without reading its pixels.
 
     Raises:
-        UnreadableImageError: The image exceeds `MAX_PIXELS` or 8 bits per value.
+        UnreadableImageError: The image has more than `MAX_PIXELS` pixels or 8 bits per value.
         Exception: The image is damaged or has an unsupported format; see `wrap_image_errors`.
     """
     source = picture.path if picture.path else io.BytesIO(picture.data)
@@ -75,7 +75,7 @@ def read_orientation(image: PIL.Image.Image) -> int | None:
 
 
 def read_upright_size(image: PIL.Image.Image) -> tuple[int, int]:
-    """Return the width and height of an upright image, without reading its pixels."""
+    """Return the width and height of an image once upright, without reading its pixels."""
     width, height = image.size
     is_transposed = read_orientation(image) in TRANSPOSED_ORIENTATIONS
     return (height, width) if is_transposed else (width, height)

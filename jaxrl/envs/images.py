@@ -1,4 +1,4 @@
-"""Encoded images and videos, in files or as bytes, and their placeholders in text."""
+"""Encoded images and videos, stored in files or as bytes, and their text placeholders."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IMAGE_TAG, VIDEO_TAG = "<image>", "<video>"
 
 
 class UnreadableImageError(ValueError):
-    """Error for an image or video that cannot be read or has changed. The message names it."""
+    """Error that names an image or video that cannot be read or has changed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Video(Picture):
 
     Attributes:
         frames: Images of equal size in temporal order; () for a file.
-        fps: Frames per second of `frames`. 0 if they are already sampled, at `config.images.fps`.
+        fps: Frames per second of `frames`; 0 if they were already sampled at `config.images.fps`.
     """
 
     tag = VIDEO_TAG
@@ -92,30 +92,31 @@ class Video(Picture):
 
 
 class VideoTokens(int):
-    """Number of tokens of a video.
+    """Number of tokens of a video, with optional timestamps.
 
     Attributes:
-        times: Seconds to write before each equal part of the tokens; () to write none.
+        times: Timestamps in seconds. The tokens are split into equal parts, and each part follows
+            its timestamp in the prompt. () for no timestamps.
     """
 
     times: tuple[float, ...]
 
     def __new__(cls, count: int, times: Iterable[float] = ()) -> VideoTokens:
-        """Create a count; arithmetic on it returns an int."""
+        """Create a token count. Arithmetic on it returns a plain int."""
         instance = super().__new__(cls, count)
         instance.times = tuple(times)
         return instance
 
 
 def split_at_tags(text: str, tags: Collection[str]) -> list[str]:
-    """Split text into nonempty texts and the placeholders in `tags`, in order."""
+    """Split text at the placeholders in `tags`; return all nonempty pieces, tags included."""
     if not any(tag in text for tag in tags):
         return [text]
     return [part for part in re.split(f"({'|'.join(tags)})", text) if part]
 
 
 class TextWithImages(str):
-    """Tool result followed by images: `TextWithImages("two", images=[image])`."""
+    """Text of a tool result with images after it: `TextWithImages("two", images=[image])`."""
 
     __slots__ = ("images",)
     images: tuple[Picture, ...]
@@ -132,8 +133,8 @@ def get_attached_images(text: str) -> tuple[Picture, ...]:
     return text.images if isinstance(text, TextWithImages) else ()
 
 
-def parse_picture(value: Any, folder: Path) -> Picture:
-    """Convert a field of a record to a `Picture`.
+def parse_image(value: Any, folder: Path) -> Picture:
+    """Convert the value of a record's field to a `Picture`.
 
     Args:
         value: A path, file content, a `data:` URL, an array of pixels, or an object with `bytes`,
@@ -167,7 +168,7 @@ def parse_picture(value: Any, folder: Path) -> Picture:
         case Mapping():
             for name in ("bytes", "path", "image", "video", "url"):
                 if has_content(value.get(name)):
-                    return parse_picture(value[name], folder)
+                    return parse_image(value[name], folder)
             raise ValueError(f"it has the fields {', '.join(value)}; expected 'bytes' or 'path'")
     raise ValueError(f"it is a {type(value).__name__}; expected a path or bytes")
 
@@ -193,10 +194,10 @@ def encode_pixels(pixels: np.ndarray) -> Picture:
 
 
 def parse_video(value: Any, folder: Path) -> Video:
-    """Convert a field of a record to a `Video`.
+    """Convert the value of a record's field to a `Video`.
 
     Args:
-        value: A file as in `parse_picture`, a list or array of frames, or an object with `frames`
+        value: A file as in `parse_image`, a list or array of frames, or an object with `frames`
             and, unless they are already sampled, their `fps`.
         folder: Base folder for relative paths.
 
@@ -213,15 +214,15 @@ def parse_video(value: Any, folder: Path) -> Video:
             if not is_valid:  # times in seconds must be finite
                 raise ValueError(f"its fps is {fps!r}; expected frames per second, such as 25")
     if not _is_list(value):
-        file = parse_picture(value, folder)
+        file = parse_image(value, folder)
         return Video(path=file.path, data=file.data)
     if not len(value):
         raise ValueError("it has no frames; expected at least one")
-    return Video(frames=parse_pictures(list(value), folder), fps=float(fps))
+    return Video(frames=parse_images(list(value), folder), fps=float(fps))
 
 
 def parse_videos(values: Any, folder: Path) -> tuple[Video, ...]:
-    """Convert a video or a list of videos. Raises the same errors as `parse_video`."""
+    """Parse a video or a list of videos to a tuple. Raises the same errors as `parse_video`."""
     if values is None:
         return ()
     videos = []
@@ -234,7 +235,7 @@ def parse_videos(values: Any, folder: Path) -> tuple[Video, ...]:
 
 
 def has_content(value: Any) -> bool:
-    """Return True unless the value of a field is missing or empty."""
+    """Return True if the value of a field is neither missing nor empty."""
     return isinstance(value, np.ndarray) or bool(value)
 
 
@@ -243,14 +244,14 @@ def _is_list(value: Any) -> bool:
     return is_array or (isinstance(value, Sequence) and not isinstance(value, str | bytes))
 
 
-def parse_pictures(values: Any, folder: Path) -> tuple[Picture, ...]:
-    """Convert an image or a list of images. Raises the same errors as `parse_picture`."""
+def parse_images(values: Any, folder: Path) -> tuple[Picture, ...]:
+    """Parse an image or a list of images to a tuple. Raises the same errors as `parse_image`."""
     if values is None:
         return ()
     images = []
     for index, value in enumerate(values if _is_list(values) else [values]):
         try:
-            images.append(parse_picture(value, folder))
+            images.append(parse_image(value, folder))
         except ValueError as error:
             raise ValueError(f"image number {index + 1}: {error}") from error
     return tuple(images)

@@ -10,7 +10,7 @@ from jaxrl.envs.rewards.rules import is_refusal
 
 
 class MathEnv(Env):
-    """Questions that the model answers in one turn, in the last `Answer:` line.
+    """Environment for questions answered in one turn, on the last `Answer:` line.
 
     There are no tools and no stop strings. A response without an `Answer:` line is malformed.
     """
@@ -24,7 +24,7 @@ class MathEnv(Env):
 
     def start(self, tasks: Sequence[Task]) -> list[list[Message]]:
         """Return the prompt of each task."""
-        return [self._prompt.messages(task) for task in tasks]
+        return [self._prompt.render_messages(task) for task in tasks]
 
     def step(self, episodes: Sequence[Episode], texts: Sequence[str]) -> list[StepResult]:
         """End each episode as answered, abstained or malformed."""

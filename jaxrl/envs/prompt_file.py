@@ -1,4 +1,4 @@
-"""Prompt templates in Jinja files."""
+"""Jinja templates of the user message."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEY = "prompt.template_file"
 
 
 class PromptFile:
-    """Template of the user message, a Jinja file rendered with a task's `question` and metadata."""
+    """Jinja template of the user message, rendered with a task's `question` and metadata."""
 
     def __init__(self, path: str):
         """Read and compile the file.

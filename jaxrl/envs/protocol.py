@@ -1,4 +1,4 @@
-r"""Turn protocols for search: parse turns, and sanitize and render results.
+r"""Protocols for turns with tool calls: parsing turns and rendering results.
 
 In the protocols of Search-R1 (https://arxiv.org/abs/2503.09516) and BAPO
 (https://arxiv.org/abs/2601.11037), the model thinks in `<think>`, calls a tool in a tag with the
@@ -106,7 +106,7 @@ class MalformedCall:
 class ParsedTurn:
     """Tool calls and status of a model turn.
 
-    `calls` is empty for an answer, for a malformed turn, and if a closing tag has no opening tag.
+    `calls` is empty for an answer, a malformed turn, and a closing tag without an opening tag.
     """
 
     calls: tuple[ParsedCall | MalformedCall, ...] = ()
@@ -129,7 +129,7 @@ class Protocol:
         is_well_formed: Predicate that checks whether a response follows the protocol.
         format_reward: Function that computes the format reward of a response.
         reward_parts: Names of the reward parts that an environment computes.
-        correctness_name: Name of the reward part that is specific to this protocol.
+        correctness_name: Name of the correctness reward part, which is specific to this protocol.
         correctness: Function that computes that part from a response and the accepted answers.
         is_correct: Predicate that checks a response against the accepted answers.
         read: Function that parses the text of a turn, given the names of the tools.
@@ -192,10 +192,10 @@ def parse_tags(turn: str, tools: Sequence[str]) -> ParsedTurn:
 
 
 def mask_call_arguments(text: str) -> str:
-    """Hide tags inside the arguments of calls without changing the length of the text.
+    """Replace `<` by `‹` inside the arguments of calls, so that tags there are not parsed.
 
-    After `<tool_call>`, `<` becomes `‹` in a JSON object, and in the values of a complete
-    `<function=NAME>`. Other text is unchanged, so its tags stay visible.
+    Applies after `<tool_call>` to a JSON object, or to the values of a complete `<function=NAME>`.
+    Other text and the length of the text are unchanged.
     """
     pieces, position = [], 0
     while candidate := _CALL_JSON.search(text, position):
@@ -231,9 +231,9 @@ _CALL_FUNCTION = re.compile(rf"<tool_call>\s*+{_FUNCTION.pattern}(?=\s*+</tool_c
 def parse_tool_calls(turn: str, tools: Sequence[str] = ()) -> ParsedTurn:
     """Parse a turn in Qwen's format, ignoring calls inside thoughts.
 
-    Each `<tool_call>` must contain a JSON object with a name and an object of arguments, or a
-    `<function=NAME>`. Any other or unclosed call becomes a `MalformedCall`. A turn without calls
-    ends the episode.
+    Each `<tool_call>` must contain a `<function=NAME>` or a JSON object with a name and an object
+    of arguments. An unclosed call, or a call with other content, becomes a `MalformedCall`. A turn
+    without calls ends the episode.
     """
     masked = mask_call_arguments(turn)
     begin, end = _find_visible_span(masked)
@@ -291,7 +291,7 @@ def _reject_constant(name: str) -> Any:
 
 
 def strip_thoughts(text: str) -> str:
-    """Return a response without its thoughts, masked by `mask_call_arguments`.
+    """Remove the thoughts from a response, and mask it with `mask_call_arguments`.
 
     An unclosed `<think>` extends through the next `</tool_response>`, or to the end.
     """
@@ -303,7 +303,7 @@ _UNCLOSED_THOUGHT = re.compile(r"<think>.*?(?:</tool_response>|\Z)", re.DOTALL)
 
 
 def _find_visible_span(masked: str) -> tuple[int, int]:
-    """Return the start and end of a masked turn's text outside thoughts."""
+    """Return the start and end of the text outside thoughts in a masked turn."""
     thoughts = masked.rpartition("</think>")
     begin = len(masked) - len(thoughts[2])
     return begin, begin + len(thoughts[2].partition("<think>")[0])
@@ -413,7 +413,7 @@ def search_r1(
 
 
 def bapo(tools: Sequence[str] = ()) -> Protocol:
-    """Build BAPO's protocol. `<python>` is a tag even if the Python tool is not configured.
+    """Build BAPO's protocol. `<python>` is a tag even without the Python tool.
 
     Args:
         tools: Names of tools other than the search engine.

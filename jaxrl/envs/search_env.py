@@ -28,15 +28,16 @@ from jaxrl.utils.concurrency import parallel_map
 
 
 class SearchEnv(Env):
-    """Questions answered with a search engine and other tools.
+    """Environment for questions answered with a search engine and other tools.
 
     In the protocols of Search-R1 and BAPO, a turn ends with `</answer>`, which ends the episode, or
-    with the closing tag of a tool, which inserts the result. Any other ending is malformed. If a
-    turn closes a call that it never opened, the model continues without an observation.
+    with the closing tag of a tool, after which the result is inserted. Any other ending is
+    malformed. If a turn closes a call that it never opened, the model continues without an
+    observation.
 
     In Qwen's protocol, turns end without stop strings. Results are in the order of the calls; an
-    invalid call gets an error message. The first turn without calls ends the episode, which is
-    malformed if that turn has no answer.
+    invalid call gets an error message. The first turn without calls ends the episode. If that turn
+    has no answer, the episode is malformed.
 
     An answer that says "I don't know" ends the episode as abstained.
     """
@@ -97,7 +98,7 @@ class SearchEnv(Env):
 
     def start(self, tasks: Sequence[Task]) -> list[list[Message]]:
         """Return the prompt of each task."""
-        return [self._prompt.messages(task) for task in tasks]
+        return [self._prompt.render_messages(task) for task in tasks]
 
     def step(self, episodes: Sequence[Episode], texts: Sequence[str]) -> list[StepResult]:
         """Return the reply to one turn per episode. Each tool receives its calls as one batch."""
@@ -215,7 +216,7 @@ class SearchEnv(Env):
 
 @dataclass
 class _Call:
-    """A tool call and its result."""
+    """Tool call and its result."""
 
     tool: Tool | None = None  # None if the call reaches no tool
     text: str = ""
@@ -272,7 +273,7 @@ def check_protocol(protocol: Protocol) -> None:
     """Check that `SearchEnv` can use a protocol.
 
     Raises:
-        ValueError: A required stop string is missing, or a reward part is not computed here.
+        ValueError: A required stop string is missing, or `SearchEnv` cannot compute a reward part.
     """
     for end in () if protocol.in_template else ("</search>", "</answer>"):
         if end not in protocol.stop_strings:

@@ -26,7 +26,7 @@ def test_a_file_is_rendered_with_the_fields_of_the_task(tmp_path):
     prompt = Prompt(system="Be brief.", template="{question}", render=file.render)
     # The question is text, never a template.
     content = "Hint: a\nHint: b\n1932: Is {{ year }} <b>?"
-    assert prompt.messages(TASK) == [
+    assert prompt.render_messages(TASK) == [
         {"role": "system", "content": "Be brief."}, {"role": "user", "content": content}
     ]  # fmt: skip
 

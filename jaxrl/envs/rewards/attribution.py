@@ -93,7 +93,10 @@ def shows_answer(turn: Turn, answers: Sequence[str]) -> bool:
 
 
 def _split_query(query: str) -> set[str]:
-    """Return the words of a query and their concatenations: `javascript` for `java script`."""
+    """Return a query's words and the concatenations of adjacent words.
+
+    For example, `java script` also contains `javascript`.
+    """
     words: set[str] = set()
     # A call with several arguments is JSON, which may escape whitespace.
     for text in (query, _ESCAPE.sub(" ", query)):
@@ -109,10 +112,10 @@ def _split_query(query: str) -> set[str]:
 def occurs_in(answer: str, observation: str) -> bool:
     """Return True if an observation contains an answer as complete words.
 
-    Both are normalized as in `exact_match`, once with punctuation removed and once with it replaced
-    by spaces: `U.S.` is `US`, and `1914-1918` contains `1914`. Text is NFKC-normalized, invisible
-    characters are ignored, and each letter of a script without spaces is a word. Tags and document
-    numbers do not count.
+    Both are normalized as in `exact_match`, once with punctuation removed (`U.S.` equals `US`) and
+    once with punctuation replaced by spaces (`1914-1918` contains `1914`). Text is NFKC-normalized,
+    invisible characters are ignored, and each letter of a script without spaces is a word. Tags and
+    document numbers are ignored.
     """
     text = _DOCUMENT.sub(" ", _TAG.sub(" ", observation))
     form_pairs = zip(_build_normalized_forms(answer), _build_normalized_forms(text), strict=True)
@@ -120,18 +123,18 @@ def occurs_in(answer: str, observation: str) -> bool:
 
 
 def _build_normalized_forms(text: str) -> tuple[str, str]:
-    """Normalize a text twice: with punctuation removed, and with it replaced by spaces."""
+    """Normalize a text twice: with punctuation removed and with punctuation as spaces."""
     text = _fold_text(text)
     return normalize_answer(text), normalize_answer(_NON_WORD.sub(" ", text))
 
 
 def _fold_text(text: str) -> str:
-    """Fold case, and surround each letter of a script without word spaces with spaces."""
+    """Fold case, and put spaces around each letter of a script that is written without them."""
     return _UNSPACED.sub(r" \1 ", fold_case(text))
 
 
 def split_documents(observation: str) -> list[str]:
-    """Return the numbered documents of an observation; its complete text if it has none."""
+    """Return an observation's numbered documents, or its complete text if it has none."""
     text = _TAG.sub(" ", observation)
     parts = _DOCUMENT.split(text)
     pieces = [" ".join(part.split()) for part in (parts[1:] or parts)]

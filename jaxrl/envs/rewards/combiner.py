@@ -30,7 +30,7 @@ class RewardPartResult:
 
     Attributes:
         score: Value of the part; None if it does not apply to the episode.
-        turns: One value per turn for a per-turn part. `score` is their sum.
+        turns: For a per-turn part, one value per turn; `score` is their sum.
         others: Additional values to log, by name. They do not affect the reward.
     """
 
@@ -47,8 +47,8 @@ class RewardPartCall:
         members: Indices of the call's episodes in their group.
         invoke: Function that runs the call; returns a coroutine if the part is async.
         parse: Function that converts the result to one `RewardPartResult` per episode, or raises.
-        records: Function that returns, after the call, the records of tool calls with a price. They
-            are attributed to the first episode.
+        records: Function that returns, after the call, the records of the priced tool calls that
+            it made. They are attributed to the first episode.
     """
 
     members: tuple[int, ...]
@@ -66,7 +66,7 @@ class RewardPart(Protocol):
         ...
 
     def requests(self, group: Sequence[ScoredEpisode]) -> list[RewardPartCall]:
-        """Return the calls for one task's episodes. Each episode is in exactly one call."""
+        """Return the calls that score one task's episodes. Each episode is in exactly one call."""
         ...
 
     def missing_fields(self, task: Task) -> list[str]:
@@ -114,7 +114,7 @@ def to_number(name: str, value: Any) -> float:
 
 
 class EventLoop:
-    """Event loop for a run's async reward functions. Their HTTP clients are bound to this loop."""
+    """Event loop for a run's async reward functions, whose HTTP clients are bound to one loop."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -126,14 +126,14 @@ class EventLoop:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def replace_if_blocked(self) -> None:
-        """Abandon the loop if a coroutine blocks it; the next `submit` starts another."""
+        """Abandon the loop if a coroutine blocks it. The next `submit` starts a new loop."""
         if wait([self.submit(asyncio.sleep(0))], timeout=_RESPONSE_TIMEOUT_S).not_done:
             self._loop = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class _GroupCall:
-    """A call of one reward part for one group."""
+    """Call of one reward part for one group."""
 
     part: str
     group: int
@@ -197,7 +197,7 @@ class RewardCombiner:
                 result = outcome if isinstance(outcome, BaseException) else outcome[index]
                 results[group_call.group][member][group_call.part] = result
         return [
-            [self._combine(episode, result) for episode, result in zip(*pair, strict=True)]
+            [self._build_reward(episode, result) for episode, result in zip(*pair, strict=True)]
             for pair in zip(groups, results, strict=True)
         ]
 
@@ -233,7 +233,7 @@ class RewardCombiner:
         else:
             sync_futures = iter(list(map(_run_now, plain)))
         futures = [
-            self._loop.submit(_await_call(call.call)) if is_async else next(sync_futures)
+            self._loop.submit(_invoke_in_loop(call.call)) if is_async else next(sync_futures)
             for call, is_async in zip(calls, are_async, strict=True)
         ]
         if wait(futures, timeout=self.deadline_s or None).not_done and any(are_async):
@@ -259,7 +259,7 @@ class RewardCombiner:
             error.add_note(f"in the reward part {call.part!r}")
             return error
 
-    def _combine(
+    def _build_reward(
         self, episode: ScoredEpisode, results: Mapping[str, RewardPartResult | BaseException]
     ) -> Reward | BaseException:
         """Return the reward with all parts and its total, or the first error of a part."""
@@ -335,7 +335,7 @@ class RewardCombiner:
 
 @dataclass(frozen=True)
 class EnvironmentRewards:
-    """Reward function of a run with several environments. Each has a combiner."""
+    """Reward function of a run with several environments, each with a `RewardCombiner`."""
 
     combiners: Mapping[str, RewardCombiner]
 
@@ -371,8 +371,9 @@ def _run_now(invoke: Callable[[], Any]) -> Future[Any]:
     return future
 
 
-async def _await_call(call: RewardPartCall) -> Any:
-    return await call.invoke()  # in the loop's thread, which owns the clients
+async def _invoke_in_loop(call: RewardPartCall) -> Any:
+    """Invoke an async call in the event loop's thread, which owns its clients."""
+    return await call.invoke()
 
 
 JUDGE = ("jaxrl.extras.endpoints.judges:Judge", "jaxrl.extras.endpoints.judges:JudgeSettings")

@@ -1,4 +1,4 @@
-"""User reward functions, recognized by the names of their parameters.
+"""Calling conventions of user reward functions, detected from parameter names.
 
 There are four calling conventions: a response and the accepted answers, an episode's turns, verl's,
 and TRL's. Each function is called by keyword with the arguments that its signature accepts.
@@ -26,8 +26,8 @@ class CallingConvention:
 
     Attributes:
         label: Signature for error messages.
-        arguments: Function that returns the members and available arguments of each call for a
-            group.
+        arguments: Function that returns, for each call for a group, the indices of its episodes
+            and the available arguments.
         parse: Function that converts a part's name, result and episodes to one `RewardPartResult`
             per episode.
     """
@@ -65,7 +65,7 @@ class RewardFunction:
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(inner)
 
     def requests(self, group: Sequence[ScoredEpisode]) -> list[RewardPartCall]:
-        """Return one call per episode, or one for the group, depending on the convention."""
+        """Return one call per episode, or one call per group, depending on the convention."""
         parameters = inspect.signature(self.function).parameters
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         calls = []
@@ -76,7 +76,7 @@ class RewardFunction:
                 if (takes_all or name in parameters) and name not in self.settings
             }
             invoke = partial(self.function, **accepted, **self.settings)
-            parse = partial(self._parse, [group[i] for i in members])
+            parse = partial(self._parse_result, [group[i] for i in members])
             calls.append(RewardPartCall(members=members, invoke=invoke, parse=parse))
         return calls
 
@@ -92,7 +92,9 @@ class RewardFunction:
             if p.kind in kinds and p.default is p.empty and p.name not in known
         ]
 
-    def _parse(self, episodes: Sequence[ScoredEpisode], result: Any) -> list[RewardPartResult]:
+    def _parse_result(
+        self, episodes: Sequence[ScoredEpisode], result: Any
+    ) -> list[RewardPartResult]:
         return self.convention.parse(self.name, result, episodes)
 
 
@@ -155,14 +157,14 @@ def detect_convention(function: Callable[..., Any]) -> CallingConvention | None:
 Arguments = list[tuple[tuple[int, ...], dict[str, Any]]]
 
 
-def _make_call_per_episode(
+def _list_arguments_per_episode(
     group: Sequence[ScoredEpisode], arguments: Callable[[ScoredEpisode], dict[str, Any]]
 ) -> Arguments:
     return [((index,), arguments(item)) for index, item in enumerate(group)]
 
 
-def _to_list(name: str, result: Any, count: int, what: str) -> list[Any]:
-    """Convert a reward function's return value to a list of `count` values.
+def _to_list(name: str, result: Any, count: int, unit: str) -> list[Any]:
+    """Convert a reward function's return value to a list of `count` values, one per `unit`.
 
     Raises:
         ValueError: The result is not an ordered collection of `count` values.
@@ -173,7 +175,7 @@ def _to_list(name: str, result: Any, count: int, what: str) -> list[Any]:
     if len(values) != count:
         many = f"more than {count}" if len(values) > count else str(len(values))
         raise ValueError(
-            f"the reward part {name!r} returned {many} values for {count} {what}; expected as many"
+            f"the reward part {name!r} returned {many} values for {count} {unit}; expected as many"
         )
     return values
 
@@ -190,8 +192,8 @@ def _parse_turns(
 def get_ground_truth(task: Task, answer_is_text: bool) -> Any:
     """Return verl's `ground_truth`: `reward_model.ground_truth` if set, else the task's answers.
 
-    The answers are `{"target": [..]}`, as in verl's question datasets, or the first answer as
-    text, as in its math datasets.
+    The answers have the form `{"target": [..]}`, as in verl's question-answering datasets, unless
+    `answer_is_text`. Then only the first answer is returned, as in verl's math datasets.
     """
     model = task.metadata.get("reward_model")
     if isinstance(model, Mapping) and "ground_truth" in model:
@@ -201,7 +203,7 @@ def get_ground_truth(task: Task, answer_is_text: bool) -> Any:
     return {"target": list(task.answers)}
 
 
-def _make_verl_arguments(group: Sequence[ScoredEpisode], answer_is_text: bool) -> Arguments:
+def _list_verl_arguments(group: Sequence[ScoredEpisode], answer_is_text: bool) -> Arguments:
     def make_arguments(item: ScoredEpisode) -> dict[str, Any]:
         task = item.episode.task
         return {
@@ -211,7 +213,7 @@ def _make_verl_arguments(group: Sequence[ScoredEpisode], answer_is_text: bool) -
             "extra_info": copy.deepcopy(task.metadata.get("extra_info", dict(task.metadata))),
         }
 
-    return _make_call_per_episode(group, make_arguments)
+    return _list_arguments_per_episode(group, make_arguments)
 
 
 def _parse_verl(name: str, result: Any, _: Sequence[ScoredEpisode]) -> list[RewardPartResult]:
@@ -231,7 +233,7 @@ def _parse_verl(name: str, result: Any, _: Sequence[ScoredEpisode]) -> list[Rewa
     return [RewardPartResult(score=to_number(name, result["score"]), others=others)]
 
 
-def _make_trl_arguments(group: Sequence[ScoredEpisode], _: bool) -> Arguments:
+def _list_trl_arguments(group: Sequence[ScoredEpisode], _: bool) -> Arguments:
     task = group[0].episode.task
     is_chat = task.messages is not None
     columns = {
@@ -273,24 +275,24 @@ def _parse_trl(name: str, result: Any, episodes: Sequence[ScoredEpisode]) -> lis
 CALLING_CONVENTIONS: dict[str, CallingConvention] = {
     "completions": CallingConvention(
         label="f(prompts, completions, completion_ids, **columns) as TRL calls it",
-        arguments=_make_trl_arguments,
+        arguments=_list_trl_arguments,
         parse=_parse_trl,
     ),
     "solution_str": CallingConvention(
         label="compute_score(data_source, solution_str, ground_truth, extra_info) as verl calls it",
-        arguments=_make_verl_arguments,
+        arguments=_list_verl_arguments,
         parse=_parse_verl,
     ),
     "turns": CallingConvention(
         label="f(turns, answers), which returns a list with a value for each turn",
-        arguments=lambda group, _: _make_call_per_episode(
+        arguments=lambda group, _: _list_arguments_per_episode(
             group, lambda x: {"turns": tuple(x.episode.turns), "answers": x.episode.task.answers}
         ),
         parse=_parse_turns,
     ),
     "response": CallingConvention(
         label="f(response, answers)",
-        arguments=lambda group, _: _make_call_per_episode(
+        arguments=lambda group, _: _list_arguments_per_episode(
             group, lambda x: {"response": x.episode.response, "answers": x.episode.task.answers}
         ),
         parse=lambda name, result, _: [RewardPartResult(score=to_number(name, result))],

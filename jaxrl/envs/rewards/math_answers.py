@@ -1,4 +1,4 @@
-"""Extract math answers and compare them by value."""
+"""Extraction of math answers and comparison by value."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ _MAX_MATH = 200  # characters; longer answers are compared as text
 
 
 def extract_math_answer(response: str) -> str | None:
-    """Return the rest of the line after the last `Answer:`; None if there is no match.
+    """Return the rest of the line after the last `Answer:`, or None if there is no answer.
 
-    Ignores case and bold markup. The answer may be on the next line.
+    Case and bold markup are ignored. The answer may be on the next line.
     """
     lines = _ANSWER_LINE.findall(response)
     return lines[-1].strip() if lines else None
@@ -66,16 +66,16 @@ def is_equivalent(answer: str, truth: str) -> bool:
     Numbers are integers, decimals or fractions (`1/2`, `\frac{1}{-2}`, `1\frac12`), may have
     thousands separators (see `remove_thousands_separators`), and are compared exactly. Dollar
     signs, `\boxed`, a final period, `x =`, degrees, percent signs and common units are ignored:
-    `50\%` is 50. Other answers are compared as text (NFC) without whitespace, so `\sqrt{4}` is not
-    `2`.
+    `50\%` equals `50`. Other answers are compared as NFC text without whitespace, so `\sqrt{4}`
+    does not equal `2`.
     """
     return compare_values(answer, truth) is True
 
 
 def compare_values(answer: str, truth: str) -> bool | None:
-    """Compare two answers like `is_equivalent`; return None if they may differ only in notation.
+    """Compare two answers like `is_equivalent`, but return None if it cannot tell.
 
-    Two different numbers return False.
+    Two different numbers are certainly unequal. Other answers may differ only in notation.
     """
     answer, truth = (unicodedata.normalize("NFC", text) for text in (answer, truth))
     value, expected = _canonicalize(answer), _canonicalize(truth)
@@ -90,8 +90,8 @@ def compare_values(answer: str, truth: str) -> bool | None:
 def remove_thousands_separators(text: str) -> str:
     r"""Remove thousands separators: `10,\!000`, `10{,}000`, `10\,000` or `10 000`.
 
-    Plain commas are kept, since `(1,234)` is a list. Mixed numbers, such as `2 100/300`, are also
-    left unchanged.
+    Plain commas are kept, since `(1,234)` is a list. Mixed numbers such as `2 100/300` are also
+    kept.
     """
     return _THOUSANDS.sub(_remove_separators, text)
 

@@ -1,4 +1,4 @@
-"""Exact match and F1 of short answers, as in SQuAD."""
+"""Exact match and F1 for short answers, as in SQuAD."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalize_answer(text: str) -> str:
-    """Lowercase, drop ASCII punctuation and the words a, an, the, and collapse whitespace.
+    """Lowercase a text, drop ASCII punctuation and the articles, and collapse whitespace.
 
     SQuAD's normalization (https://arxiv.org/abs/1606.05250), with two changes: characters are
-    composed (NFC) first, and text that would become empty keeps its articles, or else its
-    punctuation.
+    composed (NFC) first, and text that would become empty keeps its articles or, if it has none,
+    its punctuation.
     """
     lowered = unicodedata.normalize("NFC", text).lower()
     plain = lowered.translate(NO_PUNCTUATION)

@@ -1,4 +1,4 @@
-"""BAPO's format and correctness rewards, abstentions, boxed answers and weight validation."""
+"""BAPO's rewards, detection of abstentions, boxed answers and validation of reward weights."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ def _extract_first_answer(response: str) -> str | None:
 
 
 def follows_bapo_format(response: str, *, tools: Sequence[str] = ("search", "python")) -> bool:
-    """Return True if a response follows BAPO's protocol.
+    r"""Return True if a response follows BAPO's protocol.
 
     As in BAPO's code (https://arxiv.org/abs/2601.11037), it needs at least one think block, as many
-    closing as opening tags, and one closed answer that contains a box. Each tool call must be
-    closed and followed by a closed result. Other results, and text after the answer, are allowed.
+    closing tags as opening tags, and one closed answer that contains `\boxed`. Each tool call must
+    be closed and followed by a closed result. Other results, and text after the answer, are
+    allowed.
 
     Args:
         response: Response, including tool results but not the prompt.

@@ -1,4 +1,4 @@
-"""Search-R1's rewards for the format and the answer of a response."""
+"""Search-R1's format check and answer reward."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def follows_search_r1_format(text: str, *, tools: Sequence[str] = ("search",)) -
 
 
 def remove_think_blocks(text: str) -> str:
-    """Remove closed think blocks and the end markers `SPECIAL_TOKENS` from a response."""
+    """Remove closed think blocks and the end-of-turn `SPECIAL_TOKENS` from a response."""
     end = len(text.rstrip())
     while marker := next((t for t in SPECIAL_TOKENS if text.endswith(t, 0, end)), None):
         end -= len(marker)

@@ -65,7 +65,7 @@ class Hit(NamedTuple):
 
 
 class Documents(Protocol):
-    """Documents of a corpus by index."""
+    """Sequence of a corpus's documents."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Document: ...
@@ -117,7 +117,7 @@ def split_batches(queries: Sequence[str], size: int) -> Iterator[Sequence[str]]:
 
 
 class HitParser:
-    """Parser for a server's hits that skips malformed hits and logs their number."""
+    """Parser for hits from a server. Malformed hits are skipped and their number is logged."""
 
     def __init__(self, server: str, log: Callable[[str], None]) -> None:
         self.count = 0

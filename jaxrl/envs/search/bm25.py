@@ -1,4 +1,4 @@
-"""BM25 search over a JSONL corpus, with an index on disk."""
+"""BM25 search engine over a JSONL corpus, with an index on disk."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _INDEX_VERSION = 4
 
 
 def tokenize(text: str) -> list[str]:
-    """Split `text` into lowercase words, and scripts without spaces into letter bigrams.
+    """Split text into lowercase words, and text in scripts without spaces into letter bigrams.
 
     A word is a letter, number or underscore followed by letters, marks, numbers and underscores
     (Unicode categories). Format characters are dropped. Text is NFKC-normalized, so full-width
@@ -77,14 +77,14 @@ _NUM_THREADS = min(os.cpu_count() or 1, 16)  # tantivy releases the GIL
 
 
 class LocalSearch(DocumentSearch):
-    """BM25 over a JSONL corpus, from an index on disk.
+    """BM25 search engine over a JSONL corpus, with an index on disk.
 
     A document matches if it shares a word with the query; title words count twice. Queries have no
     syntax, and only their first `MAX_QUERY_WORDS` distinct words count. Ties are ordered by id, so
-    an index always returns the same text.
+    results are reproducible.
 
-    The index is built on first use, in a subfolder of `index` named by a hash of the corpus.
-    Several processes may start at once, and an interrupted build starts over.
+    The index is built on first use, in a subfolder of `index` named after a hash of the corpus.
+    Several processes may start at the same time, and an interrupted build starts over.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class LocalSearch(DocumentSearch):
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
         """Return the documents with the highest BM25 scores. Queries run in parallel.
 
-        Tied documents get the score of the first of them.
+        All documents of a tie get the score of the first.
         """
         best = functools.partial(self._search, topk=topk)
         return parallel_map(best, queries, max_threads=_NUM_THREADS)
@@ -174,7 +174,7 @@ class LocalSearch(DocumentSearch):
 
 @contextlib.contextmanager
 def _convert_index_errors(folder: Path, make_error: Callable[[str], Exception]) -> Iterator[None]:
-    """Convert tantivy's errors and panics about a damaged index to one-line errors."""
+    """Convert tantivy's errors and panics for a damaged index to one-line errors."""
     try:
         yield
     except BaseException as error:
@@ -188,10 +188,11 @@ def _convert_index_errors(folder: Path, make_error: Callable[[str], Exception]) 
 
 
 def _open_index(folder: Path) -> Any:
-    """Open an index, even if it is read-only for this user.
+    """Open an index, even if this user may not write to its folder.
 
-    Tantivy writes a lock file into the folder. If it cannot, open links in a temporary folder
-    instead. The links can be deleted later: an open index no longer looks up files by name.
+    Tantivy writes a lock file into the folder. If that fails, link the files into a temporary
+    folder and open that. The links can be deleted afterwards, because an open index no longer looks
+    up files by name.
     """
     try:
         return tantivy.Index.open(str(folder))
@@ -211,7 +212,7 @@ def _get_index_format() -> str:
 
 
 def _build_index(corpus: Path, digest: str, folder: Path, progress: Progress) -> None:
-    """Build an index in a temporary folder and rename it, so that it is complete or absent."""
+    """Build an index in a temporary folder and rename the folder when the index is complete."""
     building = folder.parent / "building"
     shutil.rmtree(building, ignore_errors=True)
     try:

@@ -1,4 +1,4 @@
-"""Corpora, which are JSONL files of documents, and digests of their content."""
+"""JSONL corpora: reading documents, computing digests and building indexes once."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def parse_document(fields: dict[str, Any], location: str) -> Document:
 
 
 class CorpusDocuments:
-    """Documents of a corpus by index, read from the file on demand."""
+    """Sequence of a corpus's documents, each read from the file on demand."""
 
     def __init__(
         self,
@@ -89,7 +89,8 @@ class CorpusDocuments:
         Args:
             corpus: JSONL file, which must not change.
             offsets: Byte offset of each document's line; None to compute them on first use.
-            checksums: `compute_line_checksum` of each document's line; None to skip the check.
+            checksums: Result of `compute_line_checksum` for each document's line; None to skip the
+            check.
         """
         self._path, self._given_offsets, self._checksums = corpus, offsets, checksums
 
@@ -143,7 +144,7 @@ def find_line_offsets(path: Path) -> Sequence[int]:
 
 
 def get_index_folder(corpus: str | Path, index: str | Path = "") -> Path:
-    """Return the folder for indexes of a corpus, by default `index` next to it."""
+    """Return the folder for a corpus's indexes: `index`, or a folder `index` next to the corpus."""
     return Path(index) if index else Path(corpus).parent / "index"
 
 
@@ -151,7 +152,7 @@ def check_corpus(corpus: Path, index_dir: Path, *, section: str) -> None:
     """Check that a corpus exists and that its index folder is not a file.
 
     Raises:
-        FileNotFoundError: There is no corpus. The message names the config key in `section`.
+        FileNotFoundError: The corpus does not exist. The message names the config key in `section`.
         NotADirectoryError: The index folder is a file.
     """
     if not corpus.is_file():
@@ -166,7 +167,7 @@ def check_corpus(corpus: Path, index_dir: Path, *, section: str) -> None:
 def build_index_once(
     folder: Path, build: Callable[[], None], *, lock: Path, corpus: Path, section: str
 ) -> None:
-    """Build an index if it is missing, in one process while the others wait.
+    """Build an index if it is missing. One process builds it, and the others wait.
 
     Args:
         folder: Folder of the index.
@@ -201,7 +202,7 @@ def check_unchanged(corpus: Path, index_dir: Path, digest: str) -> None:
     """Check that a corpus did not change while it was indexed.
 
     Raises:
-        ValueError: The corpus no longer has this digest.
+        ValueError: The SHA-256 of the corpus is no longer `digest`.
     """
     if compute_corpus_digest(corpus, index_dir) != digest:
         raise ValueError(
@@ -218,9 +219,9 @@ _MTIME_RESOLUTION_NS = 2 * 10**9  # some file systems round modification times t
 def compute_corpus_digest(corpus: Path, index_dir: Path) -> str:
     """Return the SHA-256 of a corpus.
 
-    The digest is cached in the index folder by file name, size and modification time, so the corpus
-    and the folder may be moved. A corpus modified within the last two seconds is always read, since
-    it may change again with the same modification time.
+    The digest is cached in the index folder by the corpus's file name, size and modification time,
+    so corpus and folder may be moved. The cache is not used for a corpus modified within the last
+    two seconds, which may change again without a change of the modification time.
     """
     stat, now_ns = corpus.stat(), time.time_ns()
     key = f"{corpus.name} {stat.st_size} {stat.st_mtime_ns}"

@@ -29,14 +29,14 @@ PATHS = {"search_r1": "/retrieve", "flashrag": "/batch_search"}
 class HttpRetriever(DocumentSearch):
     """Retrieval client with many queries per request and several requests in flight.
 
-    `search_r1` is `POST /retrieve` of Search-R1 and verl, with `queries`, `topk` and
-    `return_scores`; the response is `{"result": [[..]]}`. `flashrag` is `POST /batch_search` of
-    FlashRAG, ReCall and BAPO, with `query`, `top_n` and `return_score`; the response is one list
-    per query, or a pair of such lists and their scores. With a `flashrag` URL that ends in
-    `/search`, each query is a separate request.
+    The protocol `search_r1` is `POST /retrieve` of Search-R1 and verl, with `queries`, `topk` and
+    `return_scores`; the response is `{"result": [[..]]}`. The protocol `flashrag` is
+    `POST /batch_search` of FlashRAG, ReCall and BAPO, with `query`, `top_n` and `return_score`; the
+    response has one list of documents per query, optionally paired with their scores. If a
+    `flashrag` URL ends in `/search`, each query is sent as a separate request.
 
     Scores and ids are optional. Malformed documents are skipped; a query with only malformed
-    documents is a `ToolError`. A failed request is a `ToolError` for each of its queries.
+    documents gets a `ToolError`. If a request fails, each of its queries gets a `ToolError`.
     """
 
     needs_health_check = True
@@ -60,7 +60,7 @@ class HttpRetriever(DocumentSearch):
             url: URL such as `http://127.0.0.1:8000/retrieve`. The protocol sets the default path.
             protocol: `search_r1` or `flashrag`.
             topk: Maximum number of documents per query.
-            key_env: Environment variable with a bearer token; "" for none.
+            key_env: Name of the environment variable that contains the bearer token; "" for none.
             timeout_s: Timeout of a request in seconds.
             connections: Maximum number of requests in flight.
             batch_size: Maximum number of queries per request.
@@ -131,7 +131,7 @@ def _make_value_error(value: Any, expected: str) -> ValueError:
 def split_response(response: Any, protocol: str, count: int) -> list[Any]:
     """Split a response into one result for each of `count` queries.
 
-    A result is a list of documents or a tuple of documents and scores, not validated yet.
+    A result is a list of documents, or a tuple of documents and scores. Results are not validated.
 
     Raises:
         ValueError: The response has an unexpected format.

@@ -1,4 +1,4 @@
-"""Mock search engine that returns fixed text for each keyword."""
+"""Mock search engine with fixed text for each keyword."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from jaxrl.utils.json_io import read_object
 
 
 class MockSearch(SearchEngine):
-    """Search engine that returns the texts of all keywords in a query, one per line."""
+    """Search engine that returns a fixed text, on its own line, for each keyword in the query."""
 
     def __init__(self, *, documents: Mapping[str, str], path: str = "") -> None:
-        """Store the texts.
+        """Store the text of each keyword. Exactly one argument must be given.
 
         Args:
             documents: Text by keyword.
-            path: JSON file with such an object, instead of `documents`.
+            path: JSON file with such an object.
 
         Raises:
-            OSError, ValueError: The file is missing or malformed, or both or neither of the
-                arguments are given.
+            OSError, ValueError: The file is missing or malformed, or the arguments conflict.
         """
         if bool(documents) == bool(path):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Control engine that returns random documents."""
+"""Baseline search engine that returns random documents."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from jaxrl.envs.search.base import DocumentSearch, Hit
 
 
 class RandomSearch(DocumentSearch):
-    """Search engine that returns random documents. The query and a seed determine them."""
+    """Search engine that returns random documents, determined by the query and a seed."""
 
     def __init__(self, engine: DocumentSearch, *, seed: int) -> None:
-        """Copy the settings of an engine whose `documents` are available."""
+        """Copy the settings of `engine`, which must provide `documents`."""
         assert engine.documents is not None
         self.topk, self.blank = engine.topk, engine.blank
         self._documents, self._seed = engine.documents, seed

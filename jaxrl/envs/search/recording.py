@@ -1,4 +1,4 @@
-"""On-disk recording of search results, to repeat a run without the engine."""
+"""On-disk recording of search results, for repeating a run without the engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxrl.utils.json_io import parse_json, read_object
 
 
 class Recording:
-    """Append-only files with the search results of one engine and its settings, by query.
+    """Recording of one engine's search results, by query, in append-only files.
 
     ```text
     <folder>/<hash of engine and settings>/
@@ -25,8 +25,8 @@ class Recording:
 
     A key is the SHA-256 of engine, settings and query; a digest is the SHA-256 of key and result.
     Truncated lines, and lines with a wrong digest, are ignored with a warning. If a query has
-    several results, the first is used. Each process writes a separate file. Only the positions of
-    results are kept in memory, not their text.
+    several results, the first is used. Each process writes its own file. Memory holds only the
+    file positions of the results.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Search engine wrapper with cache, rate limit, retries and outage handling.
+"""Search engine wrapper with a cache, a rate limit, retries and outage handling.
 
 A query goes through these stages in order:
 
@@ -150,7 +150,7 @@ class ResilientSearch(SearchEngine):
         log: Callable[[str], None] = lambda _: None,
         warn_after_s: float = 10.0,
     ) -> None:
-        """Wrap an engine.
+        """Wrap a search engine.
 
         Args:
             engine: Tool with the name `search`.
@@ -184,18 +184,18 @@ class ResilientSearch(SearchEngine):
         self._last_good_query: str | None = None  # the most recent one
 
     def run(self, query: str, /) -> str:
-        """Return the text for one query."""
+        """Search for one query and return the result text."""
         [result] = self.run_batch([query])
         if isinstance(result, ToolError):
             raise result
         return result
 
     def run_batch(self, queries: Sequence[str], /) -> list[str | ToolError]:
-        """Return the text for each query, or its error."""
+        """Search for each query and return its result text or error."""
         return [call_result.result for call_result in self.call_batch(queries)]
 
     def call_batch(self, calls: Sequence[str], /) -> list[CallResult]:
-        """Return the text or error of each query, with a record of the call."""
+        """Search for each query and return its result text or error, with a record of the call."""
         # Sort the distinct queries into cached, in flight for another episode, and new.
         started_at = time.monotonic()
         cached: dict[str, str] = {}
@@ -215,7 +215,7 @@ class ResilientSearch(SearchEngine):
                     )
                     self._in_flight[query] = misses[query] = miss
         try:
-            unresolved = [miss for miss in misses.values() if not self._replay(miss)]
+            unresolved = [miss for miss in misses.values() if not self._replay_result(miss)]
             # Send queries one at a time, or in batches as large as the rate limit admits at once.
             size = max(len(unresolved) if self._takes_batches else 1, 1)
             size = min(size, self._limit.burst) if self._limit else size
@@ -253,7 +253,7 @@ class ResilientSearch(SearchEngine):
         return CallResult.build(self, query, result, **record)
 
     def _set_result(self, miss: _CacheMiss, result: str | ToolError, source: str = "tool") -> None:
-        """Set the result of a query, unless it has one already, and cache its text."""
+        """Set a query's result and cache its text, unless the query already has a result."""
         with self._lock:
             if miss.future.done():
                 return
@@ -267,7 +267,7 @@ class ResilientSearch(SearchEngine):
             )
             miss.future.set_result(call_result)
 
-    def _replay(self, miss: _CacheMiss) -> bool:
+    def _replay_result(self, miss: _CacheMiss) -> bool:
         """Set the result of a query from the recording; return True if it was set."""
         if self._recording is None:
             return False
@@ -300,7 +300,9 @@ class ResilientSearch(SearchEngine):
                     )
                     self._set_result(miss, self._make_outage_error(miss, reason))
                 return
-            misses = [m for m, r in zip(misses, results, strict=True) if self._needs_retry(m, r)]
+            misses = [
+                m for m, r in zip(misses, results, strict=True) if not self._try_set_result(m, r)
+            ]
             if not misses:
                 return
             # Exponential backoff with jitter, capped at the outage deadline.
@@ -315,11 +317,11 @@ class ResilientSearch(SearchEngine):
                 )
                 return
 
-    def _needs_retry(self, miss: _CacheMiss, result: str | ToolError) -> bool:
-        """Return True if a query must be retried; otherwise, set its result."""
+    def _try_set_result(self, miss: _CacheMiss, result: str | ToolError) -> bool:
+        """Set a query's result unless the query must be retried; return True if it was set."""
         if isinstance(result, str):
-            self._set_result(miss, self._record(miss.query, result))
-            return False
+            self._set_result(miss, self._record_result(miss.query, result))
+            return True
         with self._condition:
             answered_others = self._breaker.last_success_at > miss.last_failure_at
             rejects_all = self._breaker.rejects_all
@@ -334,10 +336,10 @@ class ResilientSearch(SearchEngine):
             # Determine whether the engine or this query fails. If the engine answers another query,
             # further failures of this query count as retries.
             self._probe_engine(miss)
-        return not miss.future.done()
+        return miss.future.done()
 
-    def _record(self, query: str, result: str) -> str | ToolError:
-        """Record a result, unless there is one; return the recorded result."""
+    def _record_result(self, query: str, result: str) -> str | ToolError:
+        """Record a result unless the query already has one; return the recorded result."""
         if self._recording is None:
             return result
         try:
@@ -349,7 +351,7 @@ class ResilientSearch(SearchEngine):
     def _probe_engine(self, miss: _CacheMiss, *, is_forced: bool = False) -> bool:
         """Repeat the last query that succeeded; return True if it succeeds again.
 
-        `is_forced` bypasses the circuit breaker, which still records the outcome.
+        `is_forced` bypasses the circuit breaker, but the breaker still records the outcome.
         """
         query = self._last_good_query
         if query is None:
@@ -360,7 +362,7 @@ class ResilientSearch(SearchEngine):
     def _try_call(
         self, queries: list[str], misses: list[_CacheMiss], *, is_forced: bool = False
     ) -> list[str | ToolError] | None:
-        """Call the engine once; return None if an outage has lasted too long."""
+        """Call the engine once; return None without a call if an outage has lasted too long."""
         is_new = not any(miss.attempts for miss in misses)
         if not self._acquire_slot(is_new=is_new, is_forced=is_forced):
             return None

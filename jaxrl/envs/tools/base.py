@@ -90,9 +90,9 @@ class Tool(abc.ABC):
         return parallel_map(functools.partial(run_call, self), calls, max_threads=self.max_threads)
 
     def call_batch(self, calls: Sequence[str], /) -> list[CallResult]:
-        """Run calls and record each one. Retry each failed call once, on its own.
+        """Run and record calls. Each failed call is retried once, separately.
 
-        Retries run concurrently; otherwise, a dead server would cost one timeout per call.
+        Retries run concurrently, since a dead server would otherwise cost one timeout per call.
         Permanent failures are not retried.
         """
         start = time.perf_counter()
@@ -116,7 +116,7 @@ class Tool(abc.ABC):
 def check_argument_names(
     arguments: Mapping[str, Any], known: Sequence[str], required: Sequence[str]
 ) -> None:
-    """Check argument names.
+    """Check that all argument names are known and all required arguments are present.
 
     Raises:
         InvalidCallError: A name is unknown, or a required one is missing.
@@ -131,7 +131,7 @@ def check_argument_names(
 
 
 def build_chat_schema(tool: Tool) -> dict[str, Any]:
-    """Return the JSON schema of a tool for chat templates."""
+    """Return the JSON schema that describes a tool to chat templates."""
     function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
     return {"type": "function", "function": function}
 
@@ -192,7 +192,7 @@ class CallResult:
     def build(
         cls, tool: Tool, call: str, result: str | ToolError, **record_fields: Any
     ) -> CallResult:
-        """Wrap a tool's result. `record_fields` contains the other fields of its `CallRecord`."""
+        """Wrap a tool's result. `record_fields` are the remaining fields of its `CallRecord`."""
         error = str(result) or type(result).__name__ if isinstance(result, ToolError) else None
         name = None if tool.name == "search" else tool.name
         return cls(

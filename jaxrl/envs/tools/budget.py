@@ -12,7 +12,7 @@ SEARCH = "search"
 
 
 def get_call_records(turn: Turn) -> tuple[CallRecord, ...]:
-    """Return the call records of a turn, or build a record of its call if there are none."""
+    """Return the call records of a turn; if there are none, build one from its call."""
     if turn.records or turn.tool_call is None:
         return turn.records
     error = turn.error if turn.observation is None else None

@@ -1,4 +1,4 @@
-"""Python functions as tools, described to the model by type hints and docstrings."""
+"""Tools made from Python functions, described to the model by type hints and docstrings."""
 
 from __future__ import annotations
 

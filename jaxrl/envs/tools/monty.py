@@ -12,7 +12,7 @@ from jaxrl.envs.tools.base import MAX_ERROR, PYTHON_DESCRIPTION, Tool
 
 
 class MontyTool(Tool):
-    """Python tool on Monty (https://github.com/pydantic/monty), an interpreter in Rust.
+    """Python tool based on Monty (https://github.com/pydantic/monty), an interpreter in Rust.
 
     Code runs in worker processes with time and memory limits, and without access to files, the
     network, the environment or other programs. Each snippet starts with a clean state. Clock,
@@ -70,8 +70,9 @@ class MontyTool(Tool):
     def run(self, code: str, /) -> str:
         """Run code and return its output, or the type and text of its error.
 
-        A worker may be killed from outside, for example when memory runs out, so the code is run
-        again in another worker. If that worker also dies, the code is to blame.
+        If the worker dies, the code is run again in another worker, since the system may have
+        killed the first, for example when memory ran out. If the second worker also dies, the error
+        is attributed to the code.
         """
         try:
             for _ in range(2):
@@ -84,18 +85,18 @@ class MontyTool(Tool):
                             return _TIMEOUT
                     except (self._monty.MontyRuntimeError, self._monty.MontySyntaxError) as error:
                         # Omit the traceback, which repeats long lines of code.
-                        message = _truncate(error.display("type-msg")).rstrip()
+                        message = _truncate_error(error.display("type-msg")).rstrip()
                         # Monty's messages contain measurements, which are not reproducible.
                         fixed_messages = {"TimeoutError": _TIMEOUT, "MemoryError": _MEMORY}
                         return fixed_messages.get(message.partition(":")[0], message)
                     else:
                         return stdout.output.strip("\n") or self.blank
         except (self._monty.MontyError, RuntimeError, OSError) as error:
-            raise ToolError(f"the Python sandbox failed: {_truncate(str(error))}") from error
+            raise ToolError(f"the Python sandbox failed: {_truncate_error(str(error))}") from error
         return "SystemError: the interpreter crashed"
 
 
-def _truncate(error: str) -> str:
+def _truncate_error(error: str) -> str:
     return error if len(error) <= MAX_ERROR else error[:MAX_ERROR] + " .."
 
 

@@ -83,7 +83,7 @@ class Conversation:
         system_messages = [{"role": "system", "content": system}] if system else []
         chat: list[Message] = [*system_messages, *self._prompt.examples]
         questions = [user_text for user_text, _ in self._exchanges] + [question]
-        questions[0] = self._prompt.user_message(Task(id="", question=questions[0]))
+        questions[0] = self._prompt.render_user_message(Task(id="", question=questions[0]))
         for user_text, answer in itertools.zip_longest(questions, [a for _, a in self._exchanges]):
             chat.append({"role": "user", "content": user_text})
             if answer is not None:
