@@ -34,7 +34,7 @@ from ml_collections import ConfigDict
 
 from jaxrl import launch
 from jaxrl.builders import validation
-from jaxrl.builders.components import FrozenModel, load_frozen_model, select_sampling_kinds
+from jaxrl.builders.components import FrozenModel, list_sampling_methods, load_frozen_model
 from jaxrl.builders.probe import probe_loss
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import Message, Task
@@ -531,7 +531,7 @@ class Trainer:
                 f"generate received temperature={temperature} and top_p={top_p}; expected a "
                 "finite temperature of at least 0, and top_p in (0, 1]."
             )
-        kinds = select_sampling_kinds(self._config)
+        kinds = list_sampling_methods(self._config)
         kind = select_sampling_method(temperature, top_p)
         if kind not in kinds and not (kind == FULL and TOP_P in kinds):
             raise ValueError(

@@ -81,7 +81,7 @@ def one_engine():
     engines, build_engine = {}, components.build_engine
 
     def build_once(config, *args, **settings):
-        sizes = config.rollout.to_json(), *components.select_sampling_kinds(config)
+        sizes = config.rollout.to_json(), *components.list_sampling_methods(config)
         engines[sizes] = engines.get(sizes) or build_engine(config, *args, **settings)
         return engines[sizes]
 

@@ -1,4 +1,4 @@
-"""Check row counts and context length, and size the KV cache of each device."""
+"""Checks of row counts and context length, and the size of each device's KV cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def format_bytes(size: int) -> str:
 
 
 def choose_byte_unit(size: int) -> tuple[str, int]:
-    """Return the unit in which to display a size in bytes, and the unit's size in bytes."""
+    """Return the unit, GiB or MiB, in which to display a size, and the unit's size in bytes."""
     return ("GiB", GIB) if size >= GIB else ("MiB", 2**20)
 
 
@@ -33,10 +33,10 @@ MICRO_ROWS = {"sft": "sft.optimizer.micro_rows", "train": "optimizer.micro_rows"
 
 
 def check_row_counts(config: ResolvedConfig, mesh: Any, num_processes: int) -> None:
-    """Check that the row counts of the configured stages divide evenly over the devices.
+    """Check that the configured stages' row counts are multiples of the number of shards.
 
     Raises:
-        ValueError: A row count does not divide evenly. The message names the key.
+        ValueError: A row count is not a multiple. The message names the key.
     """
     batch, shards = " * ".join(BATCH_AXES), num_batch_shards(mesh)
     piece_axes = " * ".join(PIECE_AXES)
@@ -89,12 +89,12 @@ def explain_out_of_memory(config: ResolvedConfig, error: Exception) -> str | Non
 
 
 def count_sampling_shards(config: ResolvedConfig, mesh: Any, num_processes: int) -> int:
-    """Return the number of sampler shards: devices, or groups of devices along `tensor`."""
+    """Return the number of sampler shards. A shard is the devices along the `tensor` axis."""
     devices = config.mesh.rollout_devices
     return num_processes * devices // mesh.shape["tensor"] if devices else num_pieces(mesh)
 
 
-def samples_during_update(config: ResolvedConfig) -> bool:
+def update_overlaps_sampling(config: ResolvedConfig) -> bool:
     """Return True if the same devices run sampling and the update concurrently."""
     return bool(config.rollout.async_level) and not config.mesh.rollout_devices
 
@@ -116,7 +116,7 @@ class CacheSizes:
     row_state_bytes: int = 0
 
     @classmethod
-    def compute(
+    def from_config(
         cls,
         config: ResolvedConfig,
         model: Architecture,
@@ -158,7 +158,7 @@ class CacheSizes:
             ValueError: The configured cache is too small for one trajectory and all states.
         """
         if not config.rollout.cache_gib:
-            return self.max_pages if platform == "cpu" or samples_during_update(config) else None
+            return self.max_pages if platform == "cpu" or update_overlaps_sampling(config) else None
         states_bytes = self.num_states * self.row_state_bytes
         pages = (int(config.rollout.cache_gib * GIB) - states_bytes) // self.page_bytes
         if pages < self.pages_per_row:

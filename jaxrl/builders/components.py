@@ -84,7 +84,7 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class RunComponents(Components):
-    """Components of all stages, with the tokenizer and image processor for other callers."""
+    """Components of all stages, plus the tokenizer and image processor for other callers."""
 
     tokenizer: Tokenizer
     processor: ImageProcessor | None  # None if the model does not support images
@@ -104,12 +104,12 @@ def build(
     The search index is built last, after all cheaper checks.
 
     Args:
-        c: Resolved configuration. A `num_steps` of 0 is replaced in place.
+        c: Resolved configuration. If `num_steps` is 0, it is replaced in place.
         show: Function that displays a status message.
         workdir: Folder of the run. Recordings are stored there by default.
         log: Function that logs a message.
         now: Time passed to the chat template; the current time by default.
-        halves_micro_rows: See `build_stages`.
+        halves_micro_rows: True to halve the train stage's micro-batches if memory runs out.
 
     Raises:
         FileNotFoundError, ValueError: A file, the model or a combination of settings is invalid.
@@ -244,7 +244,7 @@ def build(
         model=model,
         method=method,
         stages=stages,
-        export=partial(export, model, c.model.path),
+        export=partial(export_model, model, c.model.path),
         tokenizer=tokenizer,
         tasks=tasks,
         eval_tasks=list(eval_tasks),
@@ -257,14 +257,14 @@ def build(
         # Rewards of several environments are sums of different parts, so only their totals compare.
         reward_weights={TOTAL_REWARD: 1.0} if c.members else c.reward_weights,
         prompt_time=tokenizer.now.isoformat() if tokenizer.reads_clock else "",
-        is_trigger=find_trigger_ids(tokenizer, c.shaping.trigger_words),
+        is_trigger=make_trigger_mask(tokenizer, c.shaping.trigger_words),
         notes=tuple(filter(None, notes)),
         processor=processor,
     )
 
 
 def build_run_settings(c: ResolvedConfig) -> Settings:
-    """Create the settings of the stages from the configuration."""
+    """Create the settings that all stages share."""
     # `depends_on` holds every value that affects evaluation results. Results are reused if it is
     # unchanged.
     endpoint = c.policy.get(c.policy.name)
@@ -444,7 +444,7 @@ def collect_template_notes(tokenizer: Tokenizer) -> list[str]:
 
 
 def _check_tokenizer(path: str, tokenizer: Tokenizer, model: Architecture) -> None:
-    """Reject a tokenizer that has more ids than the model, or EOS ids outside the vocabulary."""
+    """Raise a ValueError if a tokenizer has more ids than the model, or unknown EOS ids."""
     if tokenizer.num_tokens > model.vocab_size:
         raise ValueError(
             f"the tokenizer in {path!r} has {tokenizer.num_tokens} ids, but the model has "
@@ -528,8 +528,8 @@ def load_frozen_model(c: ResolvedConfig, folder: str, tokenizer: Tokenizer) -> F
     return FrozenModel(model=model, params=params)
 
 
-def export(model: Model, source: str, params: Params, parent: Path) -> None:
-    """Export the trained model in Hugging Face format. An adapter is also exported separately.
+def export_model(model: Model, source: str, params: Params, parent: Path) -> None:
+    """Export a trained model in Hugging Face format. An adapter is also exported separately.
 
     Args:
         model: Model to export.
@@ -546,7 +546,7 @@ def export(model: Model, source: str, params: Params, parent: Path) -> None:
 def build_stages(
     c: ResolvedConfig, model: Model, method: Method, *, halves_micro_rows: bool = False
 ) -> dict[str, Stage]:
-    """Create the configured training stages, and call their custom functions on example inputs.
+    """Create the configured training stages and call their custom functions on example inputs.
 
     With `halves_micro_rows`, the train stage halves its micro-batches if it runs out of memory.
 
@@ -616,7 +616,9 @@ def build_engine(
     sampling_mesh = make_local_mesh(mesh, c.mesh.rollout_devices)
     kernels = select_kernels(c.model.attention, sampling_mesh, policy, check_dtype=c.model.dtype)
     page_tokens, platform = kernels.page_tokens, sampling_mesh.devices.flat[0].platform
-    cache = capacity.CacheSizes.compute(c, policy.unwrapped, mesh, jax.process_count(), page_tokens)
+    cache = capacity.CacheSizes.from_config(
+        c, policy.unwrapped, mesh, jax.process_count(), page_tokens
+    )
     num_pages = cache.compute_num_pages(c, platform)
     if num_pages is None:
         num_pages = compute_num_cache_pages(c, policy.unwrapped, page_tokens)
@@ -642,7 +644,7 @@ def build_engine(
             platform,
             has_adapter=policy.wrapper is not None,
         ),
-        kinds=select_sampling_kinds(c),
+        kinds=list_sampling_methods(c),
     )
     if engine.recorded_specs:
         engine.check_recorded_arrays()  # a custom architecture may not record what it declares
@@ -668,8 +670,8 @@ AUDIT_TASKS = "jaxrl.extras.audit.startup:audit_tasks"
 """Function that checks training tasks against the corpus, and may drop some of them."""
 
 
-def select_sampling_kinds(c: ResolvedConfig) -> list[str]:
-    """Return the sampling methods that the configured stages, or else a chat, need."""
+def list_sampling_methods(c: ResolvedConfig) -> list[str]:
+    """Return the sampling methods that the configured stages use; a chat's if there are none."""
     rollout, evaluation = c.rollout, c.eval
     kinds = []
     if "train" in c.stages:
@@ -731,10 +733,13 @@ def _open_tasks(c: ResolvedConfig, show: Show) -> tuple[Mixture[Task], Mixture[T
 
 
 def _set_num_steps(c: ResolvedConfig, tasks: Mixture[Task]) -> str:
-    """Replace `num_steps=0` with the steps in `num_epochs`, in place. Return a log message or "".
+    """Replace `num_steps=0` in place with the number of steps in `num_epochs`.
 
     The number is fixed at the start, because learning-rate schedules need it. If `filter.name`
     makes steps draw more tasks, training runs for more than `num_epochs` epochs.
+
+    Returns:
+        Log message; "" if the number was already set.
     """
     if "train" not in c.stages or c.num_steps:
         return ""
@@ -771,7 +776,7 @@ def _filter_sources(
 def _audit_tasks(
     c: ResolvedConfig, tasks: Mixture[Task], workdir: Path | None, show: Show
 ) -> tuple[Mixture[Task], list[str]]:
-    """Audit training tasks of environments with a corpus; return tasks and log messages."""
+    """Audit the training tasks of environments with a corpus; return tasks and log messages."""
     audit_tasks = import_optional(AUDIT_TASKS)
     sources, notes = list[Source[Task]](), list[str]()
     for name, environment in c.environments.items():
@@ -787,15 +792,16 @@ def _audit_tasks(
 def filter_overlong_prompts(
     tasks: Sequence[Task], rollout: BaseRollout, c: ResolvedConfig, key: str
 ) -> tuple[Sequence[Task], str]:
-    """Drop tasks whose prompts are too long, unless prompts are truncated.
-
-    Returns the remaining tasks, and a log message or "".
+    """Drop tasks with overlong prompts; keep all tasks if prompts are truncated.
 
     Args:
         tasks: Tasks of one source.
         rollout: Rollout that checks the length of prompts.
         c: Resolved configuration.
         key: Config key of the source, for messages.
+
+    Returns:
+        Remaining tasks, and a log message or "".
 
     Raises:
         ValueError: A prompt is too long and `rollout.overlong_prompts` is "refuse", or all tasks
@@ -827,7 +833,7 @@ def filter_overlong_prompts(
 
 
 def _prompt_fits(tasks: Sequence[Task], index: int, task: Task, rollout: BaseRollout) -> bool:
-    """Return True if a task's prompt fits. Errors contain the task's location."""
+    """Return True if a task's prompt is short enough. Errors contain the task's location."""
     try:
         return rollout.prompt_fits(task)
     except UnreadableImageError:
@@ -837,10 +843,10 @@ def _prompt_fits(tasks: Sequence[Task], index: int, task: Task, rollout: BaseRol
         raise ValueError(f"{location}: {error}") from error
 
 
-def find_trigger_ids(tokenizer: Tokenizer, words: Sequence[str]) -> np.ndarray | None:
-    """Return a mask, bool [V], of the token ids with text in `words`; None if `words` is empty.
+def make_trigger_mask(tokenizer: Tokenizer, words: Sequence[str]) -> np.ndarray | None:
+    """Return a mask, bool [V], that is True for tokens whose text is in `words`.
 
-    Case and surrounding whitespace are ignored.
+    Case and surrounding whitespace are ignored. Returns None if `words` is empty.
 
     Raises:
         ValueError: No token matches any of the words.

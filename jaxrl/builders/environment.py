@@ -1,4 +1,4 @@
-"""Build the environment, search engine, tools and rewards."""
+"""Builders of environments, search engines, tools and rewards."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def check_prices(c: ResolvedConfig, tools_by_environment: Mapping[str, Sequence[
 
 
 def build_rewards(c: ResolvedConfig, workdir: Path | None, log: Log) -> RewardCombiner:
-    """Create the reward combiner, and open the recordings of LLM judges."""
+    """Create the reward combiner and open the recordings of its LLM judges."""
     for part in c.reward_parts.values():
         if open_part := getattr(part, "open", None):
             open_part(workdir, process=jax.process_index(), log=log)

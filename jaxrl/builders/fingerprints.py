@@ -35,9 +35,9 @@ _MAX_HEADER_BYTES = 100_000_000  # bytes; the limit of safetensors
 def compute_fingerprints(config: ResolvedConfig) -> dict[str, str]:
     """Hash the content of the files that the configured stages read.
 
-    Keys of the result are config keys (`tasks.train.source`), followed by the file name for model
-    files (`model.path/config.json`) and by a suffix for user code (`advantage.name's file`). A
-    file's path does not affect its hash. Missing files are skipped.
+    The result maps config keys (`tasks.train.source`) to hashes. For a model file, the key is
+    followed by the file name (`model.path/config.json`); for user code, by a suffix
+    (`advantage.name's file`). A file's path does not affect its hash. Missing files are skipped.
 
     Data, the corpus and small model files are hashed completely. Weights may take hundreds of
     gigabytes, so their hash covers only the size, the header with all names and shapes, and
@@ -90,7 +90,11 @@ def _hash_environment_files(config: ResolvedConfig) -> dict[str, str]:
 
 
 def _hash_user_code(names: Mapping[str, str]) -> dict[str, str]:
-    """Hash the files that define the dotted names in `names`, which maps keys to names."""
+    """Hash the files that define user code.
+
+    Args:
+        names: Dotted name of the code, by config key.
+    """
     digests = {}
     for key, name in names.items():
         if is_dotted_path(name):
@@ -136,7 +140,7 @@ def _hash_model_files(key: str, model: Path) -> dict[str, str]:
 def check_processes_agree(
     config: ResolvedConfig, workdir: Path, contents: Mapping[str, str]
 ) -> None:
-    """Check that all processes of a job have equal settings and files.
+    """Check that all processes of a job have the same settings and files.
 
     This is a collective operation: every process must call it.
 
@@ -146,7 +150,7 @@ def check_processes_agree(
         contents: Result of `compute_fingerprints` in this process.
 
     Raises:
-        ValueError: Processes differ. Every process raises the same error.
+        ValueError: Settings or files differ. Every process raises the same error.
     """
     values = expand_environments(flatten(config.recorded_config))
     settings = {f"config.{key}": repr(value) for key, value in values.items()}
@@ -155,7 +159,7 @@ def check_processes_agree(
         index = f"search.{engine}.index"
         for key in [key for key in values if split_environment_key(key)[1] == index]:
             del settings[f"config.{key}"]
-    differences = find_differences(
+    differences = describe_differences(
         gather([settings, {f"config.{k}": v for k, v in contents.items()}])
     )
     if differences:
@@ -167,7 +171,7 @@ def check_processes_agree(
         )
 
 
-def find_differences(all_processes: Sequence[Sequence[Mapping[str, str]]]) -> list[str]:
+def describe_differences(all_processes: Sequence[Sequence[Mapping[str, str]]]) -> list[str]:
     """Describe the settings and files that differ between any process and process 0.
 
     Args:

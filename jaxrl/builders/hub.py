@@ -1,4 +1,4 @@
-"""Replace Hugging Face Hub names in a configuration with local paths."""
+"""Downloads of the models and data that a configuration names on the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ def download_files(
     *,
     for_plan: bool = False,
 ) -> ResolvedConfig:
-    """Download the run's models and data, and set their local paths in the config.
+    """Download a run's models and data from the Hub, and replace their names with local paths.
 
-    A name without a revision refers to the commit that the run recorded, or else the newest one.
+    A name without a revision refers to the commit that the run recorded, or else to the newest
+    commit.
 
     Args:
         c: Resolved configuration; its values are changed in place.
-        recorded: Values by dotted key that the run has used so far, if any.
+        recorded: Values that the run has used so far, by dotted key; None for a new run.
         for_plan: True to download only `config.json` of each model.
 
     Returns:
@@ -53,7 +54,7 @@ def download_files(
     commits = {(uri.type, uri.id): uri.revision for uri in uris}
 
     def fetch(key: str, name: str, files: tuple[str, ...] = ()) -> tuple[str, str]:
-        """Return the local path, and the name with its commit."""
+        """Download `name`; return its local path, and the name with its commit."""
         if not is_hub_name(name):
             return name, name
         uri = parse_name(name, f"config.{key}")

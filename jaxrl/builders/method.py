@@ -1,4 +1,4 @@
-"""Build the training method, optimizer settings and batch shapes from the config."""
+"""Builders of the training method, optimizer settings and batch shapes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 def build_from_section(kind: Callable[..., T], section: ConfigDict, /, **values: Any) -> T:
-    """Create a dataclass from a config section. `values` override or add fields."""
+    """Create a dataclass from a config section. `values` add or override fields."""
     fields = [name for name in inspect.signature(kind).parameters if name in section]
     return kind(**{name: section[name] for name in fields} | values)
 
@@ -145,9 +145,9 @@ def build_policy_architecture(c: ResolvedConfig, model: Architecture) -> Archite
 
 
 def find_frozen_entries(c: ResolvedConfig, model: Architecture) -> tuple[str, ...]:
-    """Return the parameter entries that `model.freeze_tower` freezes.
+    """Return the top-level parameter entries that `model.freeze_tower` freezes.
 
-    An adapter freezes all base weights by itself.
+    Returns () with an adapter, which freezes all base weights anyway.
     """
     is_frozen = c.model.freeze_tower and not get_adapter_key(c)
     return (model.tower.entry,) if model.tower and is_frozen else ()

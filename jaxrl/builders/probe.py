@@ -1,4 +1,4 @@
-"""Call user code on example inputs, to report errors before the run starts."""
+"""Trial calls of user code on example inputs, to report errors before a run starts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def probe_schedule(settings: OptimizerSettings) -> None:
     """Check that a learning-rate schedule returns finite, nonnegative rates.
 
     Raises:
-        UserCodeError: The schedule raised or returned an invalid rate. The message names the key.
+        UserCodeError: The schedule raised an exception or returned an invalid rate. The message
+            names the key.
     """
     schedule, count = settings.schedule, settings.num_updates
     steps = np.linspace(0, count - 1, min(count, MAX_SCHEDULE_STEPS)).astype(np.int32)
@@ -70,7 +71,8 @@ def probe_method(method: Method, max_response_tokens: int) -> None:
     Losses, KL estimators and advantage estimators are traced, not executed.
 
     Raises:
-        UserCodeError: A function raised, or returned a value of the wrong type or shape.
+        UserCodeError: A function raised an exception, or returned a value of the wrong type or
+            shape.
     """
     loss = method.loss
     for function in (loss.policy_loss, loss.term, loss.token_filter, method.kl.estimator):
@@ -131,7 +133,8 @@ def probe_loss(loss: Callable[..., Any]) -> None:
     """Trace a policy loss that is passed to `api.Trainer`; see `probe_method`.
 
     Raises:
-        UserCodeError: The loss takes an unknown array, raised, or returned an invalid value.
+        UserCodeError: The loss takes an unknown array, raised an exception, or returned an invalid
+            value.
     """
     if not callable(loss) or not isinstance(loss, Hashable):
         raise UserCodeError(
@@ -149,7 +152,7 @@ def probe_loss(loss: Callable[..., Any]) -> None:
 
 
 def _probe_loss(function: NamedFunction, *, is_filter: bool) -> None:
-    """Trace a loss, KL estimator or token filter, and the gradient of a loss or KL estimator."""
+    """Trace a loss, KL estimator or token filter, and its gradient unless it is a filter."""
     arrays = [
         jax.ShapeDtypeStruct(SHAPE, _DTYPES.get(name, jnp.float32)) for name in function.arguments
     ]
@@ -205,7 +208,7 @@ def probe_rewards(c: ResolvedConfig, env: Env, task: Task) -> None:
     """Call each custom reward function on an example episode for `task`.
 
     Raises:
-        UserCodeError: A function raised, or did not return a number.
+        UserCodeError: A function raised an exception, or did not return a number.
     """
     names = {part: part for part in c.reward_parts}
     names |= {name.split(".")[-1].split(":")[-1]: name for name in c.reward.weights}
@@ -230,7 +233,7 @@ def probe_rewards(c: ResolvedConfig, env: Env, task: Task) -> None:
 def probe_tools(c: ResolvedConfig, tools: Sequence[Tool], engine: Tool | None) -> None:
     """Call each custom tool and the custom search engine on an example argument.
 
-    A tool may reject the example with a `InvalidCallError` or `ToolError`.
+    A tool may reject the example with an `InvalidCallError` or `ToolError`.
 
     Raises:
         UserCodeError: A tool raised any other exception, or did not return a string.
@@ -265,7 +268,7 @@ def _probe_tool(key: str, name: str, tool: Tool, example: str) -> None:
 
 
 def _make_example(schema: Mapping[str, Any]) -> Any:
-    """Build an example value for a JSON schema, with only the required properties."""
+    """Build an example value that matches a JSON schema, with required properties only."""
     if "enum" in schema:
         return schema["enum"][0]
     kind = schema.get("type")

@@ -1,4 +1,4 @@
-"""Open the on-disk recording of a run's search results."""
+"""Opening of the on-disk recording of a run's search results."""
 
 from __future__ import annotations
 
@@ -62,7 +62,10 @@ _NEUTRAL_SETTINGS = {
 
 
 def _collect_engine_settings(config: ResolvedConfig) -> dict[str, Any]:
-    """Return the settings that affect results, with file hashes (None for a missing file)."""
+    """Return the engine's settings that affect results.
+
+    Files are replaced by hashes of their content, missing files by None.
+    """
     engine = config.search.engine
     if is_dotted_path(engine):
         return dict(config.search.settings)
@@ -88,12 +91,12 @@ def _collect_engine_settings(config: ResolvedConfig) -> dict[str, Any]:
 
 
 def _is_file_setting(setting: str) -> bool:
-    """Return True if the setting is a path, which is compared by content hash."""
+    """Return True if the setting is a path, so that it is compared by content hash."""
     return f"search.{setting}" in KEYS and bool(KEYS[f"search.{setting}"].holds)
 
 
 def _fill_missing_hashes(engine: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Fill in hashes of missing files from the recording; return the engine's settings.
+    """Return the engine's settings, with missing files' hashes taken from its recording.
 
     Raises:
         FileNotFoundError: A file is missing, and several recorded engines match the rest.

@@ -1,4 +1,4 @@
-"""Resolve every name in a validated configuration to an object."""
+"""Resolved configurations: every name in the config is resolved to an object."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ ADAPTERS = {"model.lora.rank": "jaxrl.extras.lora.adapter:wrap_with_lora"}
 
 @dataclass(frozen=True, kw_only=True)
 class ToolFactory:
-    """Factory for a configured tool, which the model calls by `name`."""
+    """Factory for a configured tool. The model calls the tool by `name`."""
 
     name: str
     make: Callable[[], Tool]
@@ -68,7 +68,7 @@ class ResolvedConfig:
         engine_class: Class that `search.engine` selects; None for "none".
         tools: Factories for `env.search.tools`.
         environment_parts: Names of the reward parts that the environment computes.
-        reward_parts: All other reward parts, by the name under which they are logged.
+        reward_parts: All other reward parts, by their name in the logs.
         reward_weights: Weight of each reward part, in summation order.
         policy_class: Client class for a model behind an endpoint; None for a local model.
         task_sources: Sources of `tasks.train` and `tasks.eval`, if a configured stage reads them.
@@ -77,9 +77,9 @@ class ResolvedConfig:
         schedules: Learning-rate schedule of each stage.
         trackers: Class of each tracker, by configured name.
         hub_names: Hub names with commits, by key; `config` contains their local paths.
-        weight: Share of the tasks drawn, relative to the other environments of the run.
+        weight: Relative share of the tasks drawn from this environment.
         members: Complete configuration of each environment by name, if there are several. In that
-            case, do not read the fields above that belong to an environment.
+            case, read the fields that belong to an environment from its member only.
     """
 
     config: ConfigDict
@@ -114,7 +114,7 @@ class ResolvedConfig:
         return self.config[key]
 
     def with_values(self, values: Mapping[str, Any]) -> ResolvedConfig:
-        """Return a copy with values replaced by dotted key. Resolved names cannot be replaced."""
+        """Return a copy with new values, by dotted key. Resolved names cannot be replaced."""
         config = self.config.copy_and_resolve_references()
         config.update_from_flattened_dict(dict(values))
         return replace(self, config=config)
@@ -126,7 +126,7 @@ class ResolvedConfig:
 
     @property
     def environments(self) -> Mapping[str, ResolvedConfig]:
-        """Configuration of each environment by name; the name of a single environment is ""."""
+        """Configuration of each environment by name. A single environment has the name ""."""
         return self.members or {"": self}
 
     @property
@@ -150,7 +150,7 @@ class ResolvedConfig:
 
     @property
     def suites(self) -> set[str]:
-        """Names of the evaluation suites of the configured stages."""
+        """Names of the evaluation suites that the configured stages run."""
         suites = {"train": self.config.eval.suites, "evaluate": self.config.eval.final_suites}
         return {suite for stage in self.config.stages for suite in suites.get(stage, ())}
 
@@ -170,7 +170,7 @@ class ResolvedConfig:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """Strings that end a turn, without the tags of MCP tools."""
+        """Strings that end a turn, except the tags of MCP tools."""
         if not issubclass(self.env_class, SearchEnv):
             return tuple(self.env_class.stop_strings)
         names = [tool.name for tool in self.tools]
@@ -189,7 +189,7 @@ class ResolvedConfig:
 
     @property
     def estimator_uses_rewards(self) -> bool:
-        """True if the advantage estimator uses rewards; False if it uses correctness only."""
+        """True if the advantage estimator uses rewards, False if it uses only correctness."""
         return "rewards" in self.estimator.arguments
 
     @property
@@ -269,7 +269,7 @@ def find_fixed_keys(c: Any, run_config: Mapping[str, Any]) -> list[str]:
 
     Args:
         c: New configuration.
-        run_config: Values by dotted key that the run has used so far.
+        run_config: Values that the run has used so far, by dotted key.
     """
     fixed = [*ADAPTERS]
     fixed += [key for key, entry in KEYS.items() if entry.is_fixed and entry.is_fixed(c)]
@@ -490,7 +490,8 @@ def _resolve_reward_parts(
 
     Returns:
         Reward parts by logged name, and logged names by configured name. The logged name of a
-        function is the last component of its dotted path, or the full path if that is ambiguous.
+        function is the last component of its dotted path, or the full path if two functions share
+        that component.
     """
     # Logged names. A part that only decides correctness needs no weight.
     reward = config.reward

@@ -1,4 +1,4 @@
-"""Load a saved run's configuration and trained weights for inference."""
+"""Loading of a saved run's configuration and trained weights for inference."""
 
 from __future__ import annotations
 
@@ -200,14 +200,14 @@ def resolve_for_inference(config: ConfigDict, *, has_overrides: bool) -> Resolve
 
 
 def disable_adapter(config: ConfigDict) -> None:
-    """Disable the adapter in the config, for a model into which it is already merged."""
+    """Disable the adapter in the config of a model that already contains the merged adapter."""
     section = get_adapter_key(config).rpartition(".")[0]
     defaults = {key: entry.default for key, entry in KEYS.items() if key.startswith(f"{section}.")}
     config.update_from_flattened_dict(defaults if section else {})
 
 
 def reset_training_code(config: ConfigDict) -> None:
-    """Replace user code for training, which may be missing, with the defaults."""
+    """Replace user code for training with the defaults, since its files may be missing."""
     for key, entry in KEYS.items():
         section, _, last = key.rpartition(".")
         if (
@@ -228,10 +228,10 @@ METHOD_SECTIONS = ("advantage", "loss", "kl", "filter", "optimizer", "sft", "wat
 
 
 def fit_config_to_host(config: ConfigDict) -> int:
-    """Adjust the mesh and batch sizes in `config` to this host's devices, with a group size of 1.
+    """Adjust the mesh and batch sizes in `config` to this host's devices; set the group size to 1.
 
     Returns:
-        Number of row shards in training.
+        Number of shards of a training batch.
     """
     num_devices = jax.device_count()
     config.mesh.rollout_devices = 0

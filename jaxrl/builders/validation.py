@@ -1,4 +1,4 @@
-"""Validate a configuration: values, names and combinations of keys."""
+"""Validation of a configuration: values, names and combinations of keys."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Finding = tuple[str, str]
 
 
 def validate(config: ConfigDict, *, needs_data: bool = True) -> ResolvedConfig:
-    """Check all keys, alone and in combination, and resolve all names.
+    """Check each key and all combinations of keys, and resolve all names.
 
     Args:
         config: Configuration with a value for every key.
@@ -75,7 +75,7 @@ def check_rules(c: ResolvedConfig, *, needs_data: bool = True) -> None:
         needs_data: True to require the data of the configured stages.
 
     Raises:
-        ValueError: Keys conflict. The message names the key to change.
+        ValueError: The values of several keys conflict. The message names the key to change.
     """
     if c.members:
         _raise_first_finding(c, _find_environment_conflicts(c))
@@ -105,7 +105,7 @@ def _raise_first_finding(c: ResolvedConfig, *findings: Iterable[Finding]) -> Non
 
 
 def list_warnings(c: ResolvedConfig) -> list[str]:
-    """Return a warning for each unusual setting, with its value and the usual value."""
+    """Return a warning for each unusual setting, with its value and the recommended value."""
     warnings = [
         f"warning: config.{key} is {_get_value(environment, key)!r}; the usual value is {usual}"
         for environment in c.environments.values()
@@ -120,7 +120,7 @@ def _get_value(c: ResolvedConfig, key: str) -> Any:
 
 
 def _check_tools(c: ResolvedConfig) -> None:
-    """Reject duplicate tools, and tools that the protocol cannot call."""
+    """Raise a ValueError for duplicate tools and for tools that the protocol cannot call."""
     key, names = "env.search.tools", c.env.search.tools
     repeated = [name for name in names if names.count(name) > 1]
     if repeated:
@@ -152,7 +152,7 @@ def _check_tools(c: ResolvedConfig) -> None:
 
 
 def _check_rewards(c: ResolvedConfig) -> None:
-    """Reject weights of unknown reward parts, and an invalid `reward.correct` or `filter.key`."""
+    """Raise a ValueError for unknown reward parts in `reward` and for an invalid `filter.key`."""
     if not c.stages:
         return  # inference only: no rewards
     measured = (*c.environment_parts, *c.reward_parts)
@@ -538,7 +538,7 @@ def _find_missing_values(c: ResolvedConfig, *, needs_data: bool) -> Iterator[Fin
 
 
 def _find_unusual_settings(c: ResolvedConfig) -> Iterator[Finding]:
-    """Yield the key and the usual value of each setting that deserves a warning."""
+    """Yield a finding for each unusual setting: its key and the recommended value."""
     for extra in EXTRA_KEYS.values():
         yield from ((rule.key, rule.expected) for rule in extra.warnings if rule.is_violated(c))
     is_training = "train" in c.stages

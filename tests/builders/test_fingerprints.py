@@ -11,7 +11,7 @@ from jaxrl.builders import fingerprints
 from jaxrl.builders.fingerprints import (
     check_processes_agree,
     compute_fingerprints,
-    find_differences,
+    describe_differences,
 )
 from jaxrl.builders.resolved import resolve_names
 from jaxrl.config.schema import flatten
@@ -115,19 +115,19 @@ def test_large_weights_are_sampled_from_start_to_end():
 def test_differences_between_processes_are_named():
     settings = {"config.lr": "0.1", "config.a": "1", "config.tasks": "'x'"}
     first = [settings, {"config.tasks": "5f"}]
-    assert find_differences([first, first, first]) == []
+    assert describe_differences([first, first, first]) == []
     changed = [settings | {"config.lr": "0.2", "--workdir": "'y'"}, {"config.tasks": "60"}]
-    assert {*find_differences([first, first, changed])} == {
+    assert {*describe_differences([first, first, changed])} == {
         "config.lr is 0.1 in process 0 and 0.2 in process 2",
         "--workdir is None in process 0 and 'y' in process 2",
         "the content of config.tasks is 5f in process 0 and 60 in process 2",
     }
     # The same content in another path is the same; a path without any content is compared.
     moved = [settings | {"config.tasks": "'z'"}, first[1]]
-    assert find_differences([first, moved]) == []
+    assert describe_differences([first, moved]) == []
     missing = ["the content of config.tasks is 5f in process 0 and None in process 1"]
-    assert find_differences([first, [moved[0], {}]]) == missing
-    assert len(find_differences([[settings, {}], [moved[0], {}]])) == 1
+    assert describe_differences([first, [moved[0], {}]]) == missing
+    assert len(describe_differences([[settings, {}], [moved[0], {}]])) == 1
 
 
 def test_a_process_with_other_settings_is_refused(tiny_world, tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.builders.components import select_sampling_kinds
+from jaxrl.builders.components import list_sampling_methods
 from jaxrl.extras.kernels.attention_gpu import count_live_pages
 from jaxrl.models.attention.kernels import PAGE_TOKENS
 from jaxrl.sampling import engine
@@ -72,7 +72,7 @@ def test_configurations_need_at_most_ten_programs(path, platform):
             num_rows=config.rollout.max_num_seqs,
             max_total_tokens=config.rollout.max_total_tokens,
             max_units=config.image_tokens,
-            kinds=select_sampling_kinds(config),
+            kinds=list_sampling_methods(config),
         )
         programs = {function.name: function.variants for function in sampler.compiled_functions}
         assert {pages for _, _, pages in programs["decode"]} == {*sampler.past_sizes}
@@ -82,7 +82,7 @@ def test_configurations_need_at_most_ten_programs(path, platform):
         assert {name for name, variants in programs.items() if variants} == needed
         assert sum(map(len, programs.values())) <= 10
         # A chunk may need all rows, for every kind of draw.
-        largest = {(config.rollout.max_num_seqs, kind) for kind in select_sampling_kinds(config)}
+        largest = {(config.rollout.max_num_seqs, kind) for kind in list_sampling_methods(config)}
         assert programs["decode"] >= largest
 
 

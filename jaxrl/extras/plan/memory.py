@@ -24,7 +24,7 @@ from jaxrl.builders.capacity import (
     CacheSizes,
     check_context_length,
     check_row_counts,
-    samples_during_update,
+    update_overlaps_sampling,
 )
 from jaxrl.builders.method import (
     build_policy_architecture,
@@ -308,7 +308,7 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
         "gradients": 4 * policy.num_trained,
         "batch": num_minibatches * shape.num_micro * tokens * token_bytes,
     }
-    if stage == "train" and samples_during_update(
+    if stage == "train" and update_overlaps_sampling(
         config
     ):  # the next rollout runs during the update
         sampling = plan_rollout(config, model, target)
@@ -465,7 +465,7 @@ def _shares_prompts(config: ResolvedConfig, model: Architecture, target: Target)
 
 def _get_cache_sizes(config: ResolvedConfig, model: Architecture, target: Target) -> CacheSizes:
     mesh, page = make_target_mesh(config, model, target), get_page_tokens(config, model, target)
-    return CacheSizes.compute(config, model, mesh, target.num_processes, page)
+    return CacheSizes.from_config(config, model, mesh, target.num_processes, page)
 
 
 def _plan_sampling(config: ResolvedConfig, model: Architecture, target: Target) -> Phase:
