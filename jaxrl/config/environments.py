@@ -1,7 +1,7 @@
-"""Runs with several environments, which `config.environments` defines by name.
+"""Configurations of the several environments in `config.environments`.
 
-An environment has a weight and overrides keys of the run's configuration. The result is a complete
-configuration of a run with one environment.
+Each environment has a weight and overrides keys of the run's configuration. Its configuration is
+complete, like that of a run with one environment.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def split_environment_key(key: str) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def add_environment_to_errors(name: str) -> Iterator[None]:
-    """Add the environment's name to errors raised in the block; "" changes nothing."""
+    """Add the environment's name to errors raised in the block; no effect if the name is ""."""
     try:
         yield
     except (ValueError, FileNotFoundError) as error:
@@ -96,7 +96,7 @@ def add_environment_to_errors(name: str) -> Iterator[None]:
 
 
 def _qualify_keys(text: str, name: str) -> str:
-    """Replace the config keys in a message with the environment's full keys."""
+    """Replace the config keys in a message with full keys, such as `environments.<name>.<key>`."""
 
     def rename(match: re.Match[str]) -> str:
         section = f"config.environments.{name}." if is_environment_key(match[1]) else "config."

@@ -40,7 +40,7 @@ REPLAY = ("off", "record", "only")
 
 @dataclass(frozen=True)
 class Key:
-    """A configuration key and the constraints on its value. See `Rule` for cross-key rules."""
+    """Configuration key with constraints on its value. See `Rule` for cross-key rules."""
 
     default: Any  # None: a switch whose default depends on the platform
     meaning: str  # Markdown, with the unit
@@ -122,7 +122,7 @@ class Key:
 
 
 def is_finite(value: Any) -> bool:
-    """Return True if the value is a number, not a bool, that a float can represent."""
+    """Return True if the value is a finite number, and not a bool."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and abs(value) <= sys.float_info.max
 
@@ -142,7 +142,7 @@ def are_nonempty_strings(values: tuple[Any, ...]) -> bool:
 
 
 def reject_value(key: str, value: Any, expected: str) -> None:
-    """Raise a ValueError with a key's value and the expected value."""
+    """Raise a ValueError that states a key's value and the expected value."""
     raise ValueError(f"config.{key} is {value!r}; expected {expected}.")
 
 
@@ -169,7 +169,7 @@ class ExtraKeys:
 
 
 def load_extra_keys(folder: str) -> ExtraKeys:
-    """Load `KEYS`, `RULES` and `WARNINGS` from an extra's `keys.py`; empty if it is missing."""
+    """Load `KEYS`, `RULES` and `WARNINGS` from an extra's `keys.py`; all are empty without it."""
     module = import_optional(f"jaxrl.extras.{folder}.keys:")
     if module is None:
         return ExtraKeys()

@@ -1,4 +1,4 @@
-"""Load configuration values from Python, YAML and JSON files and the command line."""
+"""Loading of configuration values from Python, YAML and JSON files and the command line."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ from jaxrl.utils.paths import suggest_path
 
 
 def load_config_file(argument: str) -> ConfigDict:
-    """Call `get_config` of a Python file and return its configuration, locked.
+    """Call `get_config` of a Python file and return the resulting locked configuration.
 
     Args:
         argument: Path of the file, optionally followed by a colon and an argument for `get_config`.
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: The file is not valid Python, it raises, or the result is not a `ConfigDict`.
+        ValueError: The file is not valid Python or raises an exception, or the result is not a
+            `ConfigDict`.
     """
     path, _, config_argument = argument.partition(":")
     if not Path(path).is_file():
@@ -95,7 +96,7 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def load_values(config: ConfigDict, path: str, *, skip_missing: bool = False) -> None:
-    """Set keys from a YAML or JSON file, which may nest keys or use dotted names.
+    """Set config keys from a YAML or JSON file. Its keys may be nested or dotted.
 
     Args:
         config: Configuration to change in place.
@@ -128,7 +129,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
     """PyYAML safe loader that rejects duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Construct a mapping. Raise a ValueError if it repeats a key."""
+        """Construct a mapping. Raise a ValueError if a key occurs twice."""
         names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         repeated = [name for name, count in Counter(names).items() if count > 1]
         if repeated:
@@ -185,7 +186,7 @@ def parse_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_keys(keys: Iterable[str]) -> None:
-    """Raise a ValueError that suggests the most similar key if a full dotted name is unknown."""
+    """Raise a ValueError if a dotted key is unknown. The message suggests a similar key."""
     for key in keys:
         if problem := explain_unknown_key(key):
             raise ValueError(problem)

@@ -1,4 +1,4 @@
-"""Resolve config names to objects: table entries, entry points or dotted paths."""
+"""Resolution of config names to objects: table entries, entry points or dotted paths."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def resolve(key: str, name: str, table: Mapping[str, Any], *, example: str) -> A
 
     Args:
         key: Full dotted key.
-        name: Name in `table`, or dotted path of an object in a module on `sys.path`, to which
-            `jaxrl.launch` adds the folder of the config file.
+        name: Name in `table`, or dotted path of an object in a module on `sys.path`.
+            `jaxrl.launch` adds the folder of the config file to `sys.path`.
         table: Objects by name. A string value is the dotted path of the object.
         example: Dotted path for the error message, such as `my_env.MyEnv`.
 
@@ -76,8 +76,8 @@ def _make_missing_extra_error(key: str, name: str, folder: str) -> ValueError:
 def _import_object(path: str) -> Any:
     """Import the object at a dotted path.
 
-    If that fails, try again with a colon before the last name: only then does `pkgutil` report why
-    a module failed to import.
+    If that fails, try again with a colon before the last name, because `pkgutil` then reports why a
+    module failed to import.
     """
     try:
         return pkgutil.resolve_name(path)
@@ -94,12 +94,12 @@ def instantiate(
         key: Config key of the settings, for messages.
         kind: Class or function.
         settings: Keyword arguments from the config. All of them are passed.
-        injected: Objects that the run provides. Only those that `kind` has a parameter for are
-            passed.
+        injected: Objects that the run provides, by parameter name. Objects without a matching
+            parameter of `kind` are not passed.
 
     Raises:
         ValueError: `kind` does not accept a setting, a required argument is missing, or user code
-            raised.
+            raised an exception.
     """
     parameters = inspect.signature(kind).parameters
     arguments = {n: value for n, value in injected.items() if n in parameters} | dict(settings)
@@ -116,9 +116,9 @@ def instantiate(
 def select_settings(section: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings for the function or class that `section.name` selects.
 
-    The settings of a built-in name are in the subsection of that name or of its family:
-    `pass_at_k` contains those of `pass_at_k_bootstrap`. The settings of a dotted path are in
-    `section.settings`.
+    The settings of a built-in name are in the subsection of that name or of its family. For
+    example, `pass_at_k` contains the settings of `pass_at_k_bootstrap`. The settings of a dotted
+    path are in `section.settings`.
     """
     if is_dotted_path(section["name"]):
         return dict(section["settings"])
@@ -132,7 +132,7 @@ def _find_settings_subsection(section: Mapping[str, Any], name: str) -> str:
 
 
 def check_settings(key: str, section: Mapping[str, Any], name: str) -> None:
-    """Reject `settings` if the section selects a built-in name, which does not read them.
+    """Check that `settings` is empty if `name` is a built-in name, which does not read it.
 
     Raises:
         ValueError: `settings` is not empty. The message names the section to use instead.
@@ -184,7 +184,7 @@ def _check_arguments(
 
 
 def resolve_aliases(config: ConfigDict, key: str, aliases: Mapping[str, Mapping[str, Any]]) -> None:
-    """Expand an alias in the config into the keys and values that it stands for.
+    """Replace an alias in the config by the values that it stands for.
 
     Args:
         config: Configuration, changed in place.
@@ -192,7 +192,7 @@ def resolve_aliases(config: ConfigDict, key: str, aliases: Mapping[str, Mapping[
         aliases: Values by key, for each alias.
 
     Raises:
-        ValueError: One of these keys already has a different value.
+        ValueError: A key that the alias sets already has a different value.
     """
     name = attrgetter(key)(config)
     for changed, value in aliases.get(name, {}).items():

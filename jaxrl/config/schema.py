@@ -1,4 +1,4 @@
-"""Definitions of all configuration keys: default, meaning, constraints and effect on a restart.
+"""Definitions of all configuration keys: defaults, meanings, constraints and restart rules.
 
 Value checks, `default_config()`, the comparison on resume and the tables in docs/configuration.md
 derive from `KEYS`. Extras define additional keys in `extras/*/keys.py`. Those files and
@@ -62,7 +62,7 @@ def _get_extra_keys(section: str) -> dict[str, Key]:
 
 
 def find_missing_extra(key: str) -> str:
-    """Return the folder of the missing extra that defines a key or section; "" if none is."""
+    """Return the folder of the missing extra that defines a key or section; "" if none does."""
     folders = [f for section, f in EXTRA_SECTIONS.items() if f"{key}.".startswith(f"{section}.")]
     return next((folder for folder in folders if not EXTRA_KEYS[folder].keys), "")
 
@@ -86,7 +86,7 @@ def _are_mappings(values: dict[str, Any]) -> bool:
 
 
 def _is_k_schedule(pairs: tuple[Any, ...]) -> bool:
-    """Return True for integer pairs (step, k) with k >= 1, whose steps increase from 0."""
+    """Return True if all pairs are integers (step, k), k >= 1, and steps increase from 0."""
     if not all(isinstance(item, tuple) and [type(n) for n in item] == [int, int] for item in pairs):
         return False
     steps = [step for step, _ in pairs]
@@ -104,7 +104,7 @@ _BY_DIFFICULTY = "three positive numbers, for easy, medium and hard tasks"
 # Manually formatted table: key, default, meaning; then constraints and effect on a restart.
 # fmt: off
 def _define_optimizer_keys(section: str) -> dict[str, Key]:
-    """Return the optimizer keys for the section of SFT or RL."""
+    """Return the optimizer keys of a section, which is that of SFT or RL."""
     return {
         f"{section}.lr": Key(1e-6, "Peak learning rate of AdamW.", at_least=0),
         f"{section}.warmup_steps": Key(0, "Steps of linear warm-up; the first uses "
@@ -249,14 +249,13 @@ _ENTRIES: dict[str, Key] = {
         "`tasks`, `prompt`, `env`, `search`, `reward`, and `rollout.max_turns`, "
         "`rollout.max_calls`, `rollout.max_cost`, `sft.source`.",
         example={"weight": 0.5}, is_nested=True, restart=TRAINING),
-    "env.name": Key("search", "`search`: questions with a search engine; `math`: problems in one "
-        "turn; `agents`: programs that call the model over HTTP (extra `serve`); or the dotted "
-        "name of your environment, such as `my_env.MyEnv`.",
+    "env.name": Key("search", "`search`, `math`, `agents` (extra `serve`), or the dotted name of "
+        "your environment, such as `my_env.MyEnv`.",
         group="jaxrl.environments", names_code=True),
     "env.settings": Key({}, "Keyword arguments of your environment.", example=1,
         is_nested=True),
     "env.step_deadline_s": Key(600.0, "Seconds after which a call of the environment is "
-        "abandoned and its episodes become environment errors. 0: never.",
+        "abandoned and its episodes end in environment errors. 0: never.",
         at_least=0, restart=FREE),
     **_get_extra_keys("env.agents"),
     "env.search.protocol": Key("search_r1", "`search_r1` (`<information>`), `bapo` (`<result>`, "
@@ -281,10 +280,8 @@ _ENTRIES: dict[str, Key] = {
     "env.search.qwen.format_reward": Key(0.0, "Reward for a response that follows the protocol."),
     "env.search.qwen.format_failure": Key(-1.0, "Reward for any other response."),
     # --------------------------------------------------------------------------- search
-    "search.engine": Key("local", "`local`: BM25; `dense`: vectors; `hybrid`: both, fused; "
-        "`http`: an HTTP retriever; `web`: a web search provider; `google`: `web` with `serper`; "
-        "`mock`: fixed texts; `empty`: finds nothing; `none`: no search tool "
-        "(`env.search.protocol='qwen'` only); or a dotted name.",
+    "search.engine": Key("local", "`local` (BM25), `dense` (vectors), `hybrid` (both), "
+        "`http`, `web`, `google`, `mock`, `empty`, `none`, or a dotted name.",
         group="jaxrl.engines", names_code=True),
     "search.settings": Key({}, "Keyword arguments of your engine.", example=1,
         is_nested=True),
@@ -313,7 +310,7 @@ _ENTRIES: dict[str, Key] = {
     "search.outage_deadline_s": Key(300.0, "Seconds without any answer after which the engine "
         "counts as down.", above=0, restart=FREE),
     "search.on_outage": Key("stop", "`stop`: save and exit with code 69; `empty`: episodes "
-        "continue with expired cache entries or empty results and become environment errors.",
+        "continue with expired cache entries or empty results and end in environment errors.",
         one_of=("stop", "empty"), restart=FREE),
     "search.replay": Key("off", "`record`: keep results on disk and reuse them; `only`: use "
         "recorded results without an engine; `off`: neither.",
@@ -345,9 +342,9 @@ _ENTRIES: dict[str, Key] = {
     **_get_extra_keys("search.dense"),
     **_get_extra_keys("search.hybrid"),
     # --------------------------------------------------------------------------- reward
-    "reward.weights": Key({"exact_match": 1.0}, "Weights of reward parts: those of the "
-        "environment; `math_verify` (extra `math`), `bleu`, `rouge_l` (`text-metrics`); judges by "
-        "name; your functions by dotted name, with our, verl's or TRL's signature.",
+    "reward.weights": Key({"exact_match": 1.0}, "Weight of each reward part: the "
+        "environment's parts, `math_verify` (extra `math`), `bleu`, `rouge_l` (`text-metrics`), "
+        "judges, and your functions by dotted name.",
         example=1.0, group="jaxrl.rewards",
         is_valid=lambda v: all(map(is_finite, v.values())),
         expected="a finite number for each part"),
@@ -355,7 +352,7 @@ _ENTRIES: dict[str, Key] = {
         "`{'my_reward.brevity': {'words': 50}}`.", example={}, is_nested=True,
         is_valid=_are_mappings, expected="names with mappings, such as {'name': {'setting': 50}}"),
     "reward.deadline_s": Key(600.0, "Seconds for all reward functions of a batch; unfinished "
-        "episodes become environment errors. 0: no limit, and synchronous functions run one by "
+        "episodes end in environment errors. 0: no limit, and synchronous functions run one by "
         "one in the main thread.", at_least=0, restart=FREE),
     "reward.correct": Key("exact_match", "Reward part that decides correctness: above 0 is "
         "correct."),
@@ -455,9 +452,9 @@ _ENTRIES: dict[str, Key] = {
         at_most=2**20, restart=FREE),
     "rollout.chunk_tokens": Key(16, "Decoding steps per device call.",
         above=0, restart=FREE),
-    "rollout.deterministic": Key(None, "True: replies of the environment enter after a fixed "
-        "number of chunks, so runs are bit-identical. False: they enter on arrival, which "
-        "hides slow tools and changes samples by rounding only. None: True on CPUs, False on "
+    "rollout.deterministic": Key(None, "True: observations are inserted after a fixed "
+        "number of chunks, so runs are bit-identical. False: they are inserted on arrival, which "
+        "hides slow tools and changes samples only by rounding. None: True on CPUs, False on "
         "accelerators.", restart=FREE),
     "rollout.observation_lag_chunks": Key(2, "Chunks between a turn's end and its reply, in a "
         "deterministic run. With 1, the device waits for the environment; with more, it decodes "
@@ -751,7 +748,7 @@ KEY_ALIASES = {
 
 
 def explain_unknown_key(key: str) -> str:
-    """Return an error message for an unknown key, given its full dotted name; "" if it exists."""
+    """Return an error message if a dotted key is unknown, or "" if it exists."""
     if key in KEYS:
         return ""
     if folder := find_missing_extra(key):
@@ -807,10 +804,10 @@ _SECTIONS_WITH_MAPPINGS = {key.rpartition(".")[0] for key in MAPPING_EXAMPLES}
 
 
 def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
-    """Flatten a configuration or nested mapping to a dict keyed by dotted key.
+    """Flatten a configuration or nested mapping to a dict with dotted keys.
 
     Raises:
-        ValueError: A key occurs twice, nested and with dots.
+        ValueError: A key occurs twice, in nested and in dotted form.
     """
     flat: dict[str, Any] = {}
     for key, value in (values if isinstance(values, Mapping) else values.to_dict()).items():

@@ -17,7 +17,7 @@ KEYS = {
     "policy.openai.retries": Key(3, "As `search.retries`.", at_least=0),
     "policy.openai.backoff_s": Key(1.0, "As `search.backoff_s`.", at_least=0),
     "policy.openai.outage_deadline_s": Key(300.0, "Seconds without any response after which "
-        "episodes become environment errors.", above=0),
+        "episodes end in environment errors.", above=0),
     "policy.openai.continues_message": Key(False, "False: observations are user messages. True: "
         "the model's message continues after an observation (`continue_final_message` of vLLM "
         "and SGLang)."),
