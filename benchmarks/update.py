@@ -41,7 +41,7 @@ from jaxrl.builders.resolved import resolve_names
 from jaxrl.config import default_config
 from jaxrl.models.policy import Model
 from jaxrl.objectives.aggregation import token_mean, token_weights
-from jaxrl.runtime.sharding import num_batch_shards
+from jaxrl.runtime.sharding import count_batch_shards
 from jaxrl.sampling.demonstrations import Demonstration
 from jaxrl.training.optimizer import make_optimizer
 from jaxrl.training.packing import (
@@ -204,7 +204,7 @@ def start(
     optimizer = make_optimizer(method.optimizer)
     update = UpdateStep(policy, make_policy_loss(method), optimizer)
     state = init_state(common.init_random_params(model, mesh), mesh, model.architecture, optimizer)
-    packed = make_batch(make_sequences(model, work), work, num_batch_shards(mesh))
+    packed = make_batch(make_sequences(model, work), work, count_batch_shards(mesh))
     batch = shard_batch(mesh, packed.batch)
 
     def run(state: TrainState) -> TrainState:

@@ -249,9 +249,9 @@ def _build_and_run(
             # Print one line for a full disk, a device out of memory, or a system error about a
             # file of the workdir.
             from jaxrl.builders.capacity import explain_out_of_memory
-            from jaxrl.runtime.checkpoint import latest_complete_step
+            from jaxrl.runtime.checkpoint import find_latest_complete_step
 
-            saved = latest_complete_step(workdir / "checkpoints")
+            saved = find_latest_complete_step(workdir / "checkpoints")
             status = "nothing is saved yet" if saved is None else f"step {saved} is saved"
             if (full := find_disk_full_error(error)) is not None:
                 _exit_with_error(full, f"{status}; {REMEDIES[full.errno or 0]}", workdir)

@@ -363,7 +363,7 @@ def apply_rollback(
     # Keep the cost of discarded steps and groups.
     progress.ledger = UsageStats.from_json(decision["ledger"])
     progress.prefetched = None
-    values = checkpointer.scores()
+    values = checkpointer.read_scores()
     if values.get(progress.best.step) != progress.best.value:
         best = rank_steps(values)
         best_fields = (

@@ -16,7 +16,7 @@ from jaxrl.objectives.metrics import Metric
 from jaxrl.runtime import distributed
 from jaxrl.runtime.compilation import interruptible
 from jaxrl.runtime.preemption import Interrupted
-from jaxrl.runtime.sharding import num_batch_shards
+from jaxrl.runtime.sharding import count_batch_shards
 from jaxrl.training.packing import pack_sequences
 from jaxrl.training.run_state import RunState
 from jaxrl.training.update import shard_batch
@@ -43,7 +43,7 @@ def sft(run_state: RunState, params: Params) -> Params:
     state = run_state.state = run_state.init_or_restore_state(params)
     stream = Stream(components.demonstrations, seed=run_state.settings.seed)
     shape = replace(stage.shape, sizes=(compiled_sizes := replace(progress.compiled_sizes)))
-    num_shards = num_batch_shards(components.mesh)
+    num_shards = count_batch_shards(components.mesh)
     run_state.display.start(
         "sft", progress.stage_step, num_steps, every_steps=run_state.settings.log_every_steps
     )

@@ -32,7 +32,7 @@ from jaxrl.logs.steps import (
 from jaxrl.runtime import distributed
 from jaxrl.runtime.compilation import interruptible, is_out_of_memory
 from jaxrl.runtime.preemption import update_best
-from jaxrl.runtime.sharding import make_restore_target, num_batch_shards
+from jaxrl.runtime.sharding import count_batch_shards, make_restore_target
 from jaxrl.sampling.interfaces import SamplingConfig
 from jaxrl.training import rewards
 from jaxrl.training.collect import (
@@ -106,7 +106,7 @@ class Learner:
         run_state.ref_params = run_state.init_or_restore_reference(params)
         run_state.state = run_state.init_or_restore_state(params)
         rows = run_state.progress.micro_rows
-        is_valid = rows % num_batch_shards(components.mesh) == 0  # on these devices
+        is_valid = rows % count_batch_shards(components.mesh) == 0  # on these devices
         if self.stage.halves_micro_rows and is_valid and 0 < rows < self.stage.shape.full_rows:
             self._set_micro_rows(rows)
         self._estimator = AdvantageEstimator(self.method.advantage, self.method.seed)
@@ -412,7 +412,7 @@ class Learner:
         In a multi-process job no reduction is possible, because other processes may not have run
         out of memory.
         """
-        num_shards = num_batch_shards(self.run_state.components.mesh)
+        num_shards = count_batch_shards(self.run_state.components.mesh)
         can_shrink = self.stage.halves_micro_rows and jax.process_count() == 1
         return self.stage.shape.full_rows // (2 * num_shards) * num_shards if can_shrink else 0
 
@@ -575,7 +575,7 @@ class Learner:
                     self.stage.shape,
                     dataclasses.replace(method, optimizer=single),
                     controllers=self._controllers[0],
-                    num_shards=num_batch_shards(mesh),
+                    num_shards=count_batch_shards(mesh),
                 )
                 if not packed.num_loss_tokens:
                     continue
@@ -843,7 +843,7 @@ def handle_collapse_signs(run_state: RunState) -> None:
         num_earlier_steps = progress.step - progress.stage_step  # number of steps in earlier stages
         steps = [
             s - num_earlier_steps
-            for s in run_state.checkpointer.scores()
+            for s in run_state.checkpointer.read_scores()
             if num_earlier_steps <= s < progress.step
         ]
         target_step = num_earlier_steps + rollback_target(worst, watch, progress.watched, steps)

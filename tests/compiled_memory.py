@@ -213,7 +213,7 @@ def abstract_patches(config: ResolvedConfig, policy: Model) -> Any:
     tower, shape = policy.architecture.tower, shape_of(config, policy)
     if tower is None:
         return None
-    shards = sharding.num_batch_shards(policy.mesh)
+    shards = sharding.count_batch_shards(policy.mesh)
     whole = (shards, shape.micro_rows // shards * shape.row_units * tower.patches_per_token)
     arrays = {
         "patches": jax.ShapeDtypeStruct((*whole, tower.patch_values), policy.dtype),

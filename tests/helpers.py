@@ -33,7 +33,7 @@ from jaxrl.models.output import LOGIT_CAPACITIES
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.models.recurrence import make_recurrence
 from jaxrl.objectives.aggregation import AGGREGATIONS, token_weights
-from jaxrl.runtime.sharding import num_batch_shards
+from jaxrl.runtime.sharding import count_batch_shards
 from jaxrl.training.estimators import AdvantageEstimator
 from jaxrl.training.packing import PackedBatch, compute_logit_capacities, pack_sequences
 from jaxrl.training.policy_loss import make_policy_loss
@@ -324,7 +324,7 @@ def gradient_of(model, token_loss, *, temperature=1.0, entropy_gradient=False):
         }
         packed = PackedBatch(batch=batch, num_micro=num_micro, **sizes)
         sums = begin(params, batch)
-        num_shards = num_batch_shards(model.mesh)
+        num_shards = count_batch_shards(model.mesh)
         capacities = compute_logit_capacities(packed, num_shards, model.num_pieces)
         for index, capacity in enumerate(capacities):
             sums = add(params, sums, batch, index, index + 1, capacity)

@@ -27,7 +27,7 @@ from jaxrl.models.aux_arrays import AuxArrays
 from jaxrl.models.layers import LayerScan
 from jaxrl.models.policy import Model
 from jaxrl.runtime import sharding
-from jaxrl.runtime.sharding import make_mesh, num_batch_shards, param_shardings
+from jaxrl.runtime.sharding import count_batch_shards, make_mesh, param_shardings
 from jaxrl.sampling import next_token
 from jaxrl.sampling.decode import CacheIndices
 from jaxrl.sampling.engine import PAGES_PER_TRANSFER, Engine, Request
@@ -360,7 +360,7 @@ def train(mesh, params, config=TINY):
         lambda x, s: check_equal(x.sharding.is_equivalent_to(s, x.ndim), True), state, wanted
     )
     sums = step.gradient.init_sums(state.params, batch)
-    capacity = compute_logit_capacities(packed, num_batch_shards(mesh), model.num_pieces)[0]
+    capacity = compute_logit_capacities(packed, count_batch_shards(mesh), model.num_pieces)[0]
     text = program_text(
         step.gradient.add.program, state.params, sums, batch, np.int32(0), np.int32(1), capacity
     )
@@ -573,7 +573,7 @@ def check_images(meshes=IMAGE_MESHES):
             num_pieces=sizes["context"],
         )
         mesh = mesh_of(sizes)
-        packed = packed_in(shape, sequences() * 2, advantages, num_shards=num_batch_shards(mesh))
+        packed = packed_in(shape, sequences() * 2, advantages, num_shards=count_batch_shards(mesh))
         kernels = select_kernels("xla", mesh, config)
         model = Model(config, mesh, num_tokens=96, attention=kernels, remat="names")
         batch = shard_batch(mesh, packed.batch)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxrl.builders.resolved import ResolvedConfig
 from jaxrl.models.architecture import Architecture
 from jaxrl.runtime.compilation import is_out_of_memory
-from jaxrl.runtime.sharding import BATCH_AXES, PIECE_AXES, num_batch_shards, num_pieces
+from jaxrl.runtime.sharding import BATCH_AXES, PIECE_AXES, count_batch_shards, num_pieces
 from jaxrl.sampling.blocks import count_pages
 
 GIB = 2**30
@@ -38,7 +38,7 @@ def check_row_counts(config: ResolvedConfig, mesh: Any, num_processes: int) -> N
     Raises:
         ValueError: A row count is not a multiple. The message names the key.
     """
-    batch, shards = " * ".join(BATCH_AXES), num_batch_shards(mesh)
+    batch, shards = " * ".join(BATCH_AXES), count_batch_shards(mesh)
     piece_axes = " * ".join(PIECE_AXES)
     if config.mesh.rollout_devices:
         piece_axes = "rollout_devices / tensor, of all processes,"

@@ -55,7 +55,7 @@ from jaxrl.models.hf_weights import load_hf, open_hf, save_hf
 from jaxrl.models.layers import HOST_MEMORY
 from jaxrl.models.policy import Model
 from jaxrl.models.registry import read_architecture
-from jaxrl.runtime.checkpoint import latest_complete_step
+from jaxrl.runtime.checkpoint import find_latest_complete_step
 from jaxrl.runtime.compilation import clear_cache_on_code_change
 from jaxrl.runtime.sharding import check_even_split, make_local_mesh, make_mesh
 from jaxrl.runtime.weight_memory import count_elements
@@ -355,7 +355,7 @@ def _build_external_model(
     """
     if c.policy_class is None:
         return None
-    if workdir is not None and latest_complete_step(workdir / "checkpoints") is not None:
+    if workdir is not None and find_latest_complete_step(workdir / "checkpoints") is not None:
         raise ValueError(
             f"config.policy.name is {c.policy.name!r}, but {workdir} contains checkpoints of a "
             "local model; set --workdir to another folder."

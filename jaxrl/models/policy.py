@@ -28,9 +28,9 @@ from jaxrl.models.recurrence import make_recurrence
 from jaxrl.runtime.compilation import join_keys
 from jaxrl.runtime.sharding import (
     CONTEXT_AXIS,
+    count_batch_shards,
     gather_rows,
     merge_pieces,
-    num_batch_shards,
     num_pieces,
     param_shardings,
     piece_sharding,
@@ -121,7 +121,7 @@ class Model:
         the prompt.
         """
         shares = self.attention.shares_prompts and not self.architecture.num_recurrent_layers
-        return num_batch_shards(self.mesh) if shares else 0
+        return count_batch_shards(self.mesh) if shares else 0
 
     @property
     def num_pieces(self) -> int:

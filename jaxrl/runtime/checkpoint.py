@@ -41,10 +41,10 @@ class CheckpointError(ValueError):
 
 @contextlib.contextmanager
 def filter_orbax_logs() -> Iterator[None]:
-    """Hide Orbax's log lines that repeat raised errors.
+    """Hide Orbax's log lines about errors that are also raised.
 
-    If the body raises, the filters stay active, because some of these lines appear when Python
-    exits.
+    If the body raises an exception, the filters stay active, because Orbax logs some of these lines
+    when Python exits.
     """
     loggers, hook = [logging.getLogger(name) for name in ("absl", "asyncio")], sys.unraisablehook
 
@@ -69,8 +69,8 @@ def filter_orbax_logs() -> Iterator[None]:
 class Checkpointer:
     """Checkpoint manager for `TrainState`, the reference parameters and the run's position.
 
-    The position is a small JSON object. It is read first, because it determines the structure of
-    the optimizer state.
+    The position is a small JSON object. It is read before the arrays, because it determines the
+    structure of the optimizer state.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class Checkpointer:
     ):
         """Open or create a checkpoint folder.
 
-        Keep the newest `keep` checkpoints and the `keep_best` with the highest evaluation scores.
-        `log` receives messages about damaged checkpoints.
+        The newest `keep` checkpoints and the `keep_best` with the highest evaluation scores are
+        kept. `log` receives messages about damaged checkpoints.
         """
         self._folder = folder.absolute()
         self._keep, self._keep_best = keep, keep_best
@@ -115,15 +115,16 @@ class Checkpointer:
     ) -> None:
         """Save the state after global step `step`, replacing an earlier checkpoint of that step.
 
-        Returns once the arrays are copied to the host; the caller may then donate them. Writing
-        continues in the background.
+        The method returns once the arrays are copied to the host; the caller may then donate them.
+        Writing continues in the background.
 
         Args:
             step: Global step; not lower than that of the newest checkpoint.
             state: Training state, on the devices.
             position: Run's position, as JSON values.
             ref_params: Reference parameters, if any.
-            value: Score of the evaluation after this step, if any; used by `keep_best`.
+            value: Score of the evaluation after this step, for `keep_best`; None without
+                evaluation.
         """
         self.wait()
         items = {
@@ -143,13 +144,13 @@ class Checkpointer:
         self._pending_save = self._executor.submit(self._finalize_save, step, value)
 
     def _finalize_save(self, step: int, value: float | None) -> None:
-        """Write the manifest once Orbax is done, then remove superseded checkpoints."""
+        """Write the manifest once Orbax is done, then remove checkpoints that need not be kept."""
         self._manager.wait_until_finished()
         if not distributed.is_main():
             return
         write_manifest(self._folder / str(step), step, value)
         (self._folder / "saving").unlink()
-        values = self._read_scores()
+        values = self._read_local_scores()
         for old in values.keys() - select_steps_to_keep(values, self._keep, self._keep_best):
             remove_atomic(self._folder / str(old))
         _finish_interrupted_changes(self._folder)
@@ -168,13 +169,13 @@ class Checkpointer:
             self._executor.shutdown()
             self._manager.close()
 
-    def scores(self) -> dict[int, float | None]:
+    def read_scores(self) -> dict[int, float | None]:
         """Return the evaluation score of each saved step; None for a step without evaluation."""
         self.wait()
-        pairs = list(self._read_scores().items()) if distributed.is_main() else []
+        pairs = list(self._read_local_scores().items()) if distributed.is_main() else []
         return dict(distributed.broadcast(pairs))  # as pairs: keys of JSON objects are strings
 
-    def _read_scores(self) -> dict[int, float | None]:
+    def _read_local_scores(self) -> dict[int, float | None]:
         return {step: read_score(self._folder / str(step)) for step in list_steps(self._folder)}
 
     def find_latest_position(self) -> tuple[int, dict[str, Any]] | None:
@@ -183,16 +184,16 @@ class Checkpointer:
         Raises:
             CheckpointError: See `restore`.
         """
-        step = self._choose_undamaged_step(sorted(self.scores(), reverse=True))
+        step = self._choose_undamaged_step(sorted(self.read_scores(), reverse=True))
         return None if step is None else (step, self._read_position(step))
 
     def remove_after(self, step: int) -> None:
-        """Remove the checkpoints after `step` if one at or before `step` is undamaged.
+        """Remove the checkpoints after `step`, unless all earlier checkpoints are damaged.
 
         Raises:
             CheckpointError: No checkpoint at or before `step` is undamaged; nothing is removed.
         """
-        steps = sorted(self.scores(), reverse=True)
+        steps = sorted(self.read_scores(), reverse=True)
         earlier = [number for number in steps if number <= step]
         is_main = distributed.is_main()
         target = find_undamaged_step(self._folder, earlier)[0] if is_main else None
@@ -226,7 +227,7 @@ class Checkpointer:
                 changed, or another version of jaxrl wrote it.
         """
         step = self._choose_undamaged_step(
-            [step] if step is not None else sorted(self.scores(), reverse=True)
+            [step] if step is not None else sorted(self.read_scores(), reverse=True)
         )
         if step is None:
             return None
@@ -244,12 +245,12 @@ class Checkpointer:
     def restore_best(self, state: TrainState) -> tuple[int, TrainState]:
         """Restore the checkpoint with the best evaluation score; return its step and state.
 
-        `state` gives the shapes, dtypes and shardings.
+        `state` determines the shapes, dtypes and shardings.
 
         Raises:
             CheckpointError: No undamaged checkpoint has a score, or restoring it failed.
         """
-        step = self._choose_undamaged_step(rank_steps(self.scores()))
+        step = self._choose_undamaged_step(rank_steps(self.read_scores()))
         if step is None:
             raise CheckpointError(
                 f"{self._folder} has no checkpoint with an evaluation score, so there is no "
@@ -288,13 +289,13 @@ class Checkpointer:
         return step
 
     def _read_position(self, step: int) -> dict[str, Any]:
-        return self._restore(step, {"position": ocp.args.JsonRestore()})["position"]
+        return self._restore_from_orbax(step, {"position": ocp.args.JsonRestore()})["position"]
 
     def _restore_items(self, step: int, targets: Mapping[str, Any]) -> dict[str, Any]:
         items = {name: ocp.args.StandardRestore(tree) for name, tree in targets.items()}
-        return self._restore(step, items)
+        return self._restore_from_orbax(step, items)
 
-    def _restore(self, step: int, items: Mapping[str, Any]) -> dict[str, Any]:
+    def _restore_from_orbax(self, step: int, items: Mapping[str, Any]) -> dict[str, Any]:
         try:
             restored = self._manager.restore(step, args=ocp.args.Composite(**items))
         except Exception as error:  # Orbax raises exceptions of many kinds
@@ -310,7 +311,7 @@ class Checkpointer:
 def find_undamaged_step(
     folder: Path, steps: Iterable[int]
 ) -> tuple[int | None, list[tuple[int, str]]]:
-    """Find the first undamaged step in `steps`; also return (step, damage) for earlier entries."""
+    """Return the first undamaged step in `steps`, and (step, damage) for each step before it."""
     damaged: list[tuple[int, str]] = []
     for step in steps:
         damage = find_damage(folder / str(step), step)
@@ -336,17 +337,18 @@ def has_checkpoint(folder: Path) -> bool:
     return bool(list_steps(folder)) or any(folder.glob("*.replaced"))
 
 
-def latest_complete_step(folder: Path) -> int | None:
-    """Return the newest step with a completely written checkpoint; None if there is none."""
+def find_latest_complete_step(folder: Path) -> int | None:
+    """Return the newest step with a complete checkpoint; None if there is none."""
     manifests = [path.parent for path in folder.glob(f"*/{MANIFEST}")]
     names = [path.name.removesuffix(".replaced") for path in manifests]
     return max((int(name) for name in names if name.isdecimal()), default=None)
 
 
 def read_latest_position(folder: Path) -> tuple[int, dict[str, Any]]:
-    """Return the newest step with a readable position, and the position, without verifying files.
+    """Return the newest step with a readable position, and that position.
 
-    If no position is readable, return the newest step (0 if there is none) and {}.
+    Files are not verified. If no position is readable, return the newest step, or 0 if there is
+    none, and {}.
     """
     steps = sorted(list_steps(folder), reverse=True)
     for step in steps:

@@ -1,4 +1,4 @@
-"""Functions compiled for fixed sets of shapes, a program cache and interruptible compilation."""
+"""Functions with fixed sets of compiled shapes, a program cache, and interruptible compilation."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _threads: list[threading.Thread] = []
 def interruptible(should_stop: Callable[[], bool]) -> Iterator[None]:
     """Make compilations in this thread raise `Interrupted` once `should_stop` returns True.
 
-    This has no effect in a multi-process job, where the other processes would wait for the
-    interrupted process in the next program.
+    This has no effect in a multi-process job, where the next program of the other processes would
+    wait for the interrupted process.
     """
     token = _should_stop.set(lambda: jax.process_count() == 1 and should_stop())
     try:
@@ -49,7 +49,7 @@ def interruptible(should_stop: Callable[[], bool]) -> Iterator[None]:
 def compile_all(
     compile_fns: Sequence[Callable[[], None]], on_progress: Callable[[int], None] = lambda _: None
 ) -> None:
-    """Call `compile_fns` in parallel; `on_progress` receives the number finished so far.
+    """Call `compile_fns` in parallel. `on_progress` receives the number of calls finished so far.
 
     The functions run in threads, because XLA blocks signals in the compiling thread. An interrupted
     compilation continues in its thread, and its program can be used later.
@@ -87,12 +87,12 @@ def compile_all(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if a device ran out of memory, in a program or while compiling one."""
+    """Return True if an error means that a program or its compilation ran out of device memory."""
     return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
 
 def is_compiling() -> bool:
-    """Return True if a compilation is running, which would delay the exit of the process."""
+    """Return True if a compilation is running. It would delay the exit of the process."""
     return any(thread.is_alive() for thread in _threads)
 
 
@@ -170,9 +170,9 @@ def clear_cache_on_code_change() -> None:
 class CompiledFunction:
     """Function with a fixed set of variants, each compiled once.
 
-    An unexpected shape is an error, because compiling it would take seconds to minutes. The caller
-    names the variant of each call, because `jax.jit` would retrace whenever its tracing context
-    changes (since JAX 0.12, for example, after the first import of `jax.experimental.pallas`).
+    An unexpected shape raises an error, because compiling it would take seconds to minutes. The
+    caller names the variant of each call, because `jax.jit` would retrace whenever its tracing
+    context changes. Since JAX 0.12, the first import of `jax.experimental.pallas` changes it.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class CompiledFunction:
     ):
         """Wrap `function` for the given `variants`; see `cached_jit` for `name` and `key`.
 
-        None allows any variant, for callers that limit the number of shapes themselves.
+        `variants=None` allows any variant, for callers that limit the number of shapes themselves.
         """
         self.name = name
         self.variants = None if variants is None else frozenset(variants)
@@ -204,7 +204,7 @@ class CompiledFunction:
 
     @property
     def num_programs(self) -> int:
-        """Return the number of variants compiled so far."""
+        """Number of variants compiled so far."""
         return len(self._programs)
 
     def __call__(self, *args: Any, variant: Hashable = ()) -> Any:

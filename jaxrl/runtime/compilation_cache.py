@@ -1,4 +1,4 @@
-"""Set up JAX's persistent compilation cache."""
+"""Setup of JAX's persistent compilation cache."""
 
 from __future__ import annotations
 

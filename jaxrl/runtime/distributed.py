@@ -1,4 +1,4 @@
-"""Exchange host-side values between the processes of a job.
+"""Exchange of host-side values between the processes of a job.
 
 Each host runs one process. Processes sample on their local devices (`sharding.make_local_mesh`)
 without waiting for each other. Updates run on the mesh of all devices. In between, `gather`
@@ -26,7 +26,7 @@ def is_main() -> bool:
     return jax.process_index() == 0
 
 
-def local_slice(count: int) -> slice:
+def get_local_slice(count: int) -> slice:
     """Return this process's slice of `count` items, split evenly in process order."""
     index, size = jax.process_index(), jax.process_count()
     return slice(count * index // size, count * (index + 1) // size)
@@ -55,7 +55,7 @@ def gather(value: Value) -> list[Value]:
 
 
 def _gather_lengths(length: int) -> list[int]:
-    """Gather a length from every process, as bytes because JAX truncates int64 to 32 bits."""
+    """Gather a length from every process. Lengths are sent as bytes: JAX truncates int64."""
     encoded = np.frombuffer(length.to_bytes(8, "little"), np.uint8)
     gathered = multihost_utils.process_allgather(encoded)
     return [int.from_bytes(row.tobytes(), "little") for row in gathered]
@@ -67,7 +67,7 @@ def barrier() -> None:
 
 
 def any_process(flag: bool) -> bool:
-    """Return True in all processes if `flag` is True in any; all processes must call this."""
+    """Return True if `flag` is True in any process; all processes must call this."""
     return any(gather(flag))
 
 

@@ -1,4 +1,4 @@
-"""Return freed host memory to the operating system, for runs on a CPU."""
+"""Return of freed host memory to the operating system, for runs on a CPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONG_COMPILE_S = 0.5
 def trim_memory() -> None:
     """Make glibc return freed memory to the operating system.
 
-    After a compilation, most of the compiler's memory is returned.
+    After a compilation, this returns most of the compiler's memory.
     """
     _load_malloc_trim()(0)
 

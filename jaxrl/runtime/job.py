@@ -1,4 +1,4 @@
-"""Identity of this process in a multi-process job, from flags or the cluster."""
+"""Identity of this process in a multi-process job, read from flags or the cluster."""
 
 from __future__ import annotations
 

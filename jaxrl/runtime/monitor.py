@@ -1,4 +1,4 @@
-"""Monitor process, separate from the process it monitors because that one may hang.
+"""Monitor process, separate from the process that it monitors, since that process may hang.
 
 Each process of a job starts a monitor in a new session and sends it one line per second. The
 monitor of process 0 is the hub, to which all others connect. A process is lost if it failed, or was
@@ -95,7 +95,7 @@ class Monitor:
     """Monitor for one process; `run` returns once the process has finished or been terminated."""
 
     def __init__(self, settings: MonitorSettings):
-        """Read from the process over standard input; join or become the hub."""
+        """Start reading from the process over standard input; join the hub or become the hub."""
         self._settings = settings
         # Index of a process, and a message about it, its monitor's connection, or None at the end.
         self._events: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
@@ -116,7 +116,7 @@ class Monitor:
             self._join_hub()
 
     def _start_reader(self, index: int, read: Callable[[], bytes]) -> None:
-        """Turn the messages that `read` returns into events, in a thread."""
+        """Start a thread that turns the messages from `read` into events."""
 
         def run() -> None:
             with contextlib.suppress(OSError, EOFError, ValueError, TypeError, RecursionError):
@@ -155,7 +155,7 @@ class Monitor:
                 threading.Thread(target=self._authenticate, args=arguments, daemon=True).start()
 
     def _authenticate(self, connection: Connection) -> None:
-        """Report a monitor that sends the token; close any other connection."""
+        """Queue the connection of a monitor that sends the token; close any other connection."""
         with contextlib.suppress(OSError, EOFError, ValueError):
             token, _, index = connection.recv_bytes(_MAX_HELLO_BYTES).partition(b" ")
             if hmac.compare_digest(token, self._settings.token.encode()):
@@ -164,7 +164,7 @@ class Monitor:
         connection.close()
 
     def run(self) -> None:
-        """Watch until the process has finished, or any process is lost."""
+        """Watch until the monitored process has finished or any process is lost."""
         while self._settings.index not in self._finished:
             loss = self._handle_event(self._receive(HEARTBEAT_INTERVAL_S / 2))
             loss = loss or self._check_timeouts() or self._check_failure()
@@ -188,7 +188,7 @@ class Monitor:
         return index, event
 
     def _handle_event(self, received: tuple[int, Any] | None) -> ProcessLoss | None:
-        """Handle an event; return the lost process that it implies, if any."""
+        """Handle an event. If it means that a process is lost, return the loss."""
         if received is None:
             return None
         index, event = received
@@ -228,7 +228,7 @@ class Monitor:
             self._listener.close()
 
     def _check_timeouts(self) -> ProcessLoss | None:
-        """Return a process that was silent for too long and therefore counts as lost, if any."""
+        """Return the loss of a process that was silent for too long; None if there is none."""
         deadline_s = self._settings.deadline_s
         now = time.monotonic()
         for index, received_at in self._last_received_at.items():
@@ -250,7 +250,7 @@ class Monitor:
         return loss if time.monotonic() - reported_at >= FAILURE_WAIT_S else None
 
     def _broadcast(self, **message: Any) -> None:
-        """Send a message to all other monitors that this monitor is connected to."""
+        """Send a message to all monitors that are connected to this monitor."""
         for connection in self._connections.values():
             with contextlib.suppress(OSError):
                 connection.send_bytes(json.dumps(message).encode())

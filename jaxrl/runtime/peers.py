@@ -1,4 +1,4 @@
-"""Join the processes of a job, one per host, and detect lost processes."""
+"""Startup of a job with one process per host, and detection of lost processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ JOIN_TIMEOUT_S = 300.0
 
 
 class MonitorClient:
-    """Context manager for this process's connection to its monitor, for the whole run."""
+    """Connection of this process to its monitor, held as a context manager for the whole run."""
 
     def __init__(self, coordinator: str | None, deadline_s: float):
         """Start this process's monitor; every process of the job must call this.
@@ -71,11 +71,11 @@ class MonitorClient:
         self._is_stopping = threading.Event()
         self._should_stop: Callable[[], bool] = lambda: False
         self._is_closed = threading.Event()
-        self._write(**settings)
-        for work in (self._send_heartbeats, self._listen):
+        self._send_to_monitor(**settings)
+        for work in (self._send_heartbeats, self._read_monitor_messages):
             threading.Thread(target=work, daemon=True, name="jaxrl-peers").start()
 
-    def _write(self, **line: Any) -> None:
+    def _send_to_monitor(self, **line: Any) -> None:
         try:
             self._monitor.send(line)
         except ChildExitedError:
@@ -83,9 +83,9 @@ class MonitorClient:
 
     def _send_heartbeats(self) -> None:
         while not self._is_closed.wait(monitor.HEARTBEAT_INTERVAL_S):
-            self._write(alive=True, **({"stop": True} if self._should_stop() else {}))
+            self._send_to_monitor(alive=True, **({"stop": True} if self._should_stop() else {}))
 
-    def _listen(self) -> None:
+    def _read_monitor_messages(self) -> None:
         with contextlib.suppress(ChildExitedError):
             while True:
                 line = self._monitor.readline()
@@ -115,7 +115,7 @@ class MonitorClient:
         if error is None or (isinstance(error, SystemExit) and not isinstance(error.code, str)):
             jax.distributed.shutdown()  # waits for the others; the monitor still detects a loss
             self._is_closed.set()
-            self._write(finished=True)
+            self._send_to_monitor(finished=True)
             return
         self._is_failing = True
         reason = (
@@ -124,7 +124,7 @@ class MonitorClient:
             else "".join(traceback.format_exception_only(error)).strip()
         )
         reason = redact(escape_control_chars(reason))  # the monitor, another process, prints it
-        self._write(failed=reason)
+        self._send_to_monitor(failed=reason)
         # Wait for the hub's report: the loss of another process may have caused this failure.
         index = jax.process_index()
         try:
@@ -179,7 +179,7 @@ def join_job(job: Job, *, deadline_s: float) -> MonitorClient | None:
 
 
 def _check_port(coordinator: str) -> None:
-    """Check that the port is free. JAX's own error names neither the port nor a fix."""
+    """Check that the coordinator's port is free. JAX's error names neither the port nor a fix."""
     _, _, port = coordinator.rpartition(":")
     bind_host, _, _ = (
         _make_bind_options(coordinator).get("coordinator_bind_address", "").rpartition(":")
@@ -225,7 +225,10 @@ def _report_waiting(
 
 
 def _make_bind_options(coordinator: str) -> dict[str, Any]:
-    """Return the options that bind JAX's coordinator to a loopback address; {} for others."""
+    """Return the options that bind JAX's coordinator to its address if that is a loopback address.
+
+    Returns {} for other addresses.
+    """
     host = coordinator.rpartition(":")[0].strip("[]")
     with contextlib.suppress(ValueError):  # raised for a host name
         if ipaddress.ip_address(host).is_loopback:

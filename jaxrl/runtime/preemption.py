@@ -30,7 +30,7 @@ NOTHING_TO_SAVE = "ended before the first step; there is nothing to save"
 
 
 class Interrupted(Exception):  # noqa: N818, nothing went wrong
-    """Error raised when work stops early on request. The rollout and engine stay usable."""
+    """Error raised when work stops early on request. The rollout and engine remain usable."""
 
 
 _SHOW_CURSOR = "\x1b[?25h"  # shows the cursor, which a live line hides
@@ -119,10 +119,10 @@ class BestEvaluation:
 def update_best(
     best: BestEvaluation, step: int, value: float, *, min_delta: float
 ) -> BestEvaluation:
-    """Return `best` updated with an evaluation; NaN (no score) changes nothing.
+    """Return `best` updated with an evaluation. A value of NaN, for no score, changes nothing.
 
-    Any higher value is the new best. Patience restarts when the value exceeds the value at the last
-    restart by more than `min_delta`, so small improvements add up.
+    Any higher value is the new best. Patience restarts when the value exceeds that of the last
+    restart by more than `min_delta`, so several small improvements add up to one restart.
     """
     if math.isnan(value):
         return best

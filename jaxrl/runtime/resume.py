@@ -1,9 +1,8 @@
 """Record of a run in its workdir, and changes of the configuration when a run resumes.
 
-The configuration is stored in three places, so that losing one file hides no change: in
-`config.json`, in the position in every checkpoint, and in `config_history.jsonl`. Each launch with
-changes appends a line to the history with the time, the step, and the old and new value of every
-changed key.
+The configuration is stored in `config.json`, in the position in every checkpoint, and in
+`config_history.jsonl`, so that losing one file hides no change. Each launch with changes appends a
+line to the history with the time, the step, and the old and new value of every changed key.
 
 A rollback is recorded in `roll_backs.jsonl` before it is applied, so that nothing is lost if the
 process is killed in between. A line has `number` from 1, `sign`, `from_step`, `to_step`, `lr_scale`
@@ -154,9 +153,9 @@ def normalize_json(config: Mapping[str, Any]) -> dict[str, Any]:
 def check_fixed_keys(
     workdir: Path, record: RunRecord, config: Mapping[str, Any], fixed: Sequence[str]
 ) -> None:
-    """Check that no key in `fixed` has changed: the checkpoints depend on their values.
+    """Check that no key in `fixed` has changed, since the checkpoints depend on these keys.
 
-    A key of a missing extra has the value 0.
+    A key of a missing extra counts as 0.
 
     Raises:
         ValueError: A key has changed. The message names it.
@@ -224,7 +223,10 @@ def find_changes(
 
 
 def may_change_freely(key: str, before: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
-    """Return True if a key, or a file that it refers to, may change without --accept_changes."""
+    """Return True if a key, and the files that it refers to, may change freely on resume.
+
+    Other changes require `--accept_changes`.
+    """
     # A key of one of several environments follows the rule of the key that it overrides.
     environment, key = split_environment_key(key)
     if environment and key == "weight":
@@ -259,10 +261,10 @@ def _select_fingerprints(key: str, contents: Mapping[str, str]) -> dict[str, str
 
 
 def check_changes(workdir: Path, record: RunRecord, changes: Sequence[ConfigChange]) -> None:
-    """Reject changes that would make this a different experiment.
+    """Check that no change makes the run a different experiment.
 
     Raises:
-        ValueError: Some changes turn it into a different experiment. The message lists them.
+        ValueError: Some changes do. The message lists them.
     """
     rejected = [change for change in changes if not change.is_free]
     if rejected:
@@ -296,7 +298,7 @@ def write_history(
 ) -> None:
     """Append this launch to the history if it is the first or has changes.
 
-    An evaluation-only launch does not change the run, so only its differences are recorded.
+    A launch that only evaluates does not change the run, so only its changes are recorded.
     """
     known_contents = {} if record is None else record.contents
     is_run = set(stages) != {"evaluate"} or record is None
@@ -347,16 +349,16 @@ def read_launch_folder(run: Path) -> Path:
 
 
 def add_code_folders(run: Path) -> None:
-    """Append the folders from which a run imported user code to `sys.path`."""
+    """Append to `sys.path` the folders from which a run imported user code."""
     for folder in _read_launches(run)[-1].get("code_folders", []):
         if folder not in sys.path and Path(folder).is_dir():
             sys.path.append(folder)
 
 
 def read_prompt_time(run: Path) -> datetime:
-    """Return the time shown in a run's prompts: the time of its first launch, if recorded.
+    """Return the time that a run's chat template sees: that of its first launch, if recorded.
 
-    Chat templates may insert today's date. A run that resumes on another day keeps the first date.
+    Chat templates may insert the date. A run that resumes on another day keeps its first date.
     """
     times = [start["prompt_time"] for start in _read_launches(run) if "prompt_time" in start]
     return datetime.fromisoformat(times[0]) if times else datetime.now().replace(microsecond=0)
@@ -383,7 +385,7 @@ def read_launches(path: Path) -> list[dict[str, Any]]:
 
 
 def append_rollback(workdir: Path, line: Mapping[str, Any]) -> None:
-    """Record a rollback before it is applied; if the process dies, the next launch applies it."""
+    """Record a rollback before applying it. If the process dies, the next launch applies it."""
     (workdir / ROLLED_BACK_FOLDER).mkdir(exist_ok=True)  # fail now, not at every later start
     lines = [*read_rollbacks(workdir), line]
     with open_atomic(workdir / ROLLBACKS_FILE) as file:
@@ -412,10 +414,10 @@ def read_rollbacks(workdir: Path) -> list[dict[str, Any]]:
 
 
 def archive_later_output(workdir: Path, step: int, number: int) -> None:
-    """Archive the output after `step`, the target of rollback `number`.
+    """Archive the output after `step`, the step to which rollback `number` returns.
 
-    Move trajectories and evaluations, and copy `metrics.jsonl` and `sentinel.jsonl`. If the process
-    is killed, another call completes the work.
+    Trajectories and evaluations are moved; `metrics.jsonl` and `sentinel.jsonl` are copied. If the
+    process is killed, another call completes the work.
     """
     archive = workdir / ROLLED_BACK_FOLDER / str(number)
     done_marker = archive / "done"

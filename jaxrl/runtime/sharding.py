@@ -57,7 +57,7 @@ def compute_mesh_sizes(
     rollout_devices: int = 0,
     num_processes: int = 1,
 ) -> dict[str, int]:
-    """Return the sizes of the mesh axes. One size may be -1, for all remaining devices.
+    """Return the sizes of the mesh axes. One argument may be -1, for all remaining devices.
 
     The mesh excludes `rollout_devices` devices of each process.
 
@@ -119,7 +119,7 @@ def arrange_devices(
 
     On a TPU, axes follow the links between chips if that keeps `expert` and `tensor` within a
     process; several axes may share a dimension of the torus. Otherwise, devices are in process
-    order. Unlike this function, `jax.make_mesh` ignores processes and supports neither GPUs on
+    order. `jax.make_mesh` does not suffice: it ignores processes, and supports neither GPUs on
     several hosts nor shared dimensions.
 
     Args:
@@ -131,7 +131,7 @@ def arrange_devices(
     Raises:
         ValueError: A process's number of devices is not a multiple of `expert` times `tensor`.
     """
-    shape, size = tuple(sizes.values()), devices_per_replica(sizes)
+    shape, size = tuple(sizes.values()), count_devices_per_replica(sizes)
 
     def is_process_local(arranged: np.ndarray) -> bool:
         rows = arranged.reshape(-1, size)
@@ -149,7 +149,7 @@ def arrange_devices(
     return by_process
 
 
-def devices_per_replica(sizes: Mapping[str, int]) -> int:
+def count_devices_per_replica(sizes: Mapping[str, int]) -> int:
     """Return the number of devices that sample the same rows, `expert * tensor`."""
     return sizes["expert"] * sizes["tensor"]
 
@@ -199,8 +199,8 @@ def check_even_split(mesh: Mesh, config: Architecture) -> None:
     """Check that the mesh splits the model's experts and heads evenly.
 
     Raises:
-        ValueError: A mesh axis does not divide them evenly, or splits the sequences of a model with
-            recurrent layers. The message names the axis.
+        ValueError: A mesh axis does not divide the experts or heads evenly, or splits the sequences
+            of a model with recurrent layers. The message names the axis.
     """
     pieces = mesh.shape[CONTEXT_AXIS]
     if config.state_specs and pieces > 1:
@@ -222,13 +222,13 @@ def check_even_split(mesh: Mesh, config: Architecture) -> None:
             )
 
 
-def num_batch_shards(mesh: Mesh) -> int:
-    """Return the number of shards into which packed rows are split."""
+def count_batch_shards(mesh: Mesh) -> int:
+    """Return the number of shards over which packed rows are split."""
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
 def num_pieces(mesh: Mesh) -> int:
-    """Return the number of shards into which tokens and the sampler's rows are split."""
+    """Return the number of shards over which tokens and the sampler's rows are split."""
     return math.prod(mesh.shape[axis] for axis in PIECE_AXES)
 
 
@@ -257,7 +257,7 @@ def split_into_pieces(mesh: Mesh, x: jax.Array) -> jax.Array:
     if count == 1:
         return x
     size = x.shape[1] // count
-    pieces = x.reshape(num_batch_shards(mesh), -1, count, size, *x.shape[2:]).swapaxes(1, 2)
+    pieces = x.reshape(count_batch_shards(mesh), -1, count, size, *x.shape[2:]).swapaxes(1, 2)
     pieces = pieces.reshape(-1, size, *x.shape[2:])
     return jax.lax.with_sharding_constraint(pieces, piece_sharding(mesh))
 
@@ -267,7 +267,7 @@ def merge_pieces(mesh: Mesh, x: jax.Array, shape: tuple[int, int]) -> jax.Array:
 
     `x` may have any sharding.
     """
-    count, shards = mesh.shape[CONTEXT_AXIS], num_batch_shards(mesh)
+    count, shards = mesh.shape[CONTEXT_AXIS], count_batch_shards(mesh)
     if count == 1:
         return x.reshape(shape)
     return x.reshape(shards, count, shape[0] // shards, -1).swapaxes(1, 2).reshape(shape)
@@ -288,7 +288,7 @@ def cache_sharding(mesh: Mesh) -> NamedSharding:
 def param_shardings(mesh: Mesh, spec: ParamSpec, *, for_decode: bool = False) -> dict[str, Any]:
     """Return the sharding of every parameter in `spec`.
 
-    A dimension is not split by mesh axes that do not divide it. With `for_decode`, weights are
+    A dimension is not split over mesh axes that do not divide it. With `for_decode`, weights are
     split only over `tensor` and, for experts, `expert`, so that a decode step gathers no weights.
     """
     return _make_shardings(mesh, spec.logical_axes(), spec.abstract_params(), for_decode)
@@ -312,7 +312,9 @@ def decode_shardings(mesh: Mesh, config: Architecture, *, scan_layers: bool) -> 
 
 
 def _make_shardings(mesh: Mesh, axes: dict[str, Any], shapes: Params, for_decode: bool) -> Any:
-    def leaf(axes: tuple[str | None, ...], shape: jax.ShapeDtypeStruct) -> NamedSharding:
+    def make_leaf_sharding(
+        axes: tuple[str | None, ...], shape: jax.ShapeDtypeStruct
+    ) -> NamedSharding:
         names = [LOGICAL_AXIS_RULES[axis] for axis in axes]
         if for_decode:
             names = [name if name in ("tensor", "expert") else None for name in names]
@@ -321,7 +323,7 @@ def _make_shardings(mesh: Mesh, axes: dict[str, Any], shapes: Params, for_decode
         ]
         return NamedSharding(mesh, P(*spec))
 
-    return jax.tree.map(leaf, axes, shapes, is_leaf=is_axes_leaf)
+    return jax.tree.map(make_leaf_sharding, axes, shapes, is_leaf=is_axes_leaf)
 
 
 def _find_dividing_axes(mesh: Mesh, names: str | tuple[str, ...] | None, size: int) -> Any:

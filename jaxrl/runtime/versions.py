@@ -1,4 +1,4 @@
-"""Record each launch of a run: versions, devices, commit, model size and data counts."""
+"""Records of a run's launches: versions, devices, commit, model size and data counts."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def describe_environment(components: Components) -> dict[str, Any]:
 
 
 def collect_kernel_checks(components: Components) -> tuple[KernelCheck, ...]:
-    """Return the self-test results of the attention kernels and of the architecture's kernels."""
+    """Return the self-test results of the attention kernels and the architecture's kernels."""
     if components.external:
         return ()
     return *components.model.attention.kernel_checks, *components.model.architecture.kernel_checks

@@ -1,4 +1,4 @@
-"""Watchdog: dump stack traces when a run stops making progress, then end the run."""
+"""Watchdog that dumps stack traces when a run stops making progress, and then ends the run."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def watchdog(
     *,
     exit_process: Callable[[int], None] = os._exit,
 ) -> Iterator[None]:
-    """Watch the run's progress from a thread while the body runs.
+    """Watch the run's progress in a thread while the body runs.
 
     Args:
         display: Display that records all progress.
-        stall_s: Seconds without progress before a warning with the stacks of all threads; doubled
-            after each warning. 0 for no warnings.
+        stall_s: Seconds without progress before a warning with the stacks of all threads. The time
+            is doubled after each warning. 0 for no warnings.
         deadline_s: Seconds without progress before the process ends with `EXIT_LOST`; 0 for never.
         exit_process: Function that ends the process with an exit code. Nothing is saved, because
             the hanging thread may be using the state.

@@ -1,4 +1,4 @@
-"""Size of a policy's weights on one device, for a full model or for an adapter with its base."""
+"""Memory for a policy's weights on one device, with full training or with an adapter."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PolicyWeights:
     """Size of a policy's weights on one device.
 
     Attributes:
-        num_trained: Number of trained values, which are float32.
+        num_trained: Number of trained parameters, which are float32.
         has_adapter: True if only an adapter is trained.
         base_bytes: Bytes of the frozen weights.
         cast_bytes: Bytes of the copies that an update makes in the compute dtypes.
@@ -48,10 +48,11 @@ def count_elements(tree: Any) -> int:
 def count_weights(
     policy: Architecture, frozen: tuple[str, ...], mesh: Any, dtype: np.dtype
 ) -> PolicyWeights:
-    """Compute the size of a policy's weights on one device; `frozen` entries are not trained.
+    """Compute the size of a policy's weights on one device.
 
-    Weights are cast to `dtype`, and the output layer to the model's `head_dtype` if it has one. A
-    tied table is cast to both. Int8 kernels are cast layer by layer.
+    Entries in `frozen` are not trained. Weights are cast to `dtype`, and the output layer to the
+    model's `head_dtype` if it has one. A tied table is cast to both. Int8 kernels are cast layer by
+    layer.
     """
     all_params, trained = (
         compute_local_param_sizes(policy, mesh),
@@ -89,7 +90,7 @@ def count_weights(
 def compute_local_param_sizes(
     spec: ParamSpec, mesh: Any, **settings: bool
 ) -> dict[tuple[str, ...], tuple[int, np.dtype]]:
-    """Map each parameter path to its number of values on one device and its dtype."""
+    """Return the number of values on one device and the dtype of each parameter, by path."""
     shapes = flatten_dict(spec.abstract_params())
     layouts = flatten_dict(param_shardings(mesh, spec, **settings))
     return {

@@ -10,7 +10,7 @@ import jax
 
 from jaxrl.data import serialization
 from jaxrl.envs.base import OutageError
-from jaxrl.runtime.distributed import gather, local_slice
+from jaxrl.runtime.distributed import gather, get_local_slice
 from jaxrl.runtime.preemption import Interrupted
 from jaxrl.sampling.interfaces import RolloutFunction, SamplingConfig
 from jaxrl.types import Draw, Group
@@ -44,7 +44,7 @@ class SharedRollout:
             )
         payload: Any = None
         try:
-            sampled = self.local(draws[local_slice(len(draws))], sampling, **options)
+            sampled = self.local(draws[get_local_slice(len(draws))], sampling, **options)
             payload = serialization.serialize_groups(filter(None, sampled))
         except Interrupted:
             payload = None

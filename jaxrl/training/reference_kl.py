@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl.objectives.kl import kl_estimate
-from jaxrl.runtime.sharding import num_batch_shards, replicated_sharding
+from jaxrl.runtime.sharding import count_batch_shards, replicated_sharding
 from jaxrl.training.method import Method
 from jaxrl.training.minibatches import with_loss_mask
 from jaxrl.training.packing import (
@@ -93,7 +93,7 @@ def compute_per_token(
     for start in range(0, len(trajectories), shape.num_sequences):
         chunk = trajectories[start : start + shape.num_sequences]
         zeros = np.zeros(len(chunk), np.float32)
-        packed = pack_sequences(chunk, zeros, shape, num_shards=num_batch_shards(mesh))
+        packed = pack_sequences(chunk, zeros, shape, num_shards=count_batch_shards(mesh))
         arrays = [np.asarray(x) for x in compute(shard_batch(mesh, packed.batch), packed)]
         yield from zip(*(unpack_sequences(packed, array, chunk) for array in arrays), strict=True)
 

@@ -24,7 +24,7 @@ from jaxrl.runtime.compilation import CompiledFunction, cached_jit, join_keys
 from jaxrl.runtime.sharding import (
     CONTEXT_AXIS,
     batch_sharding,
-    num_batch_shards,
+    count_batch_shards,
     param_shardings,
     piece_sharding,
     replicated_sharding,
@@ -145,7 +145,7 @@ class MicroBatchLoop:
         """
         self._mesh, self._dtype = model.mesh, model.dtype
         self._recorded = model.architecture.recorded_specs
-        self._pieces = num_batch_shards(model.mesh), model.mesh.shape[CONTEXT_AXIS]
+        self._pieces = count_batch_shards(model.mesh), model.mesh.shape[CONTEXT_AXIS]
         self._is_looped = is_looped = model.mesh.devices.flat[0].platform != "gpu"
 
         def run_micro_batches(

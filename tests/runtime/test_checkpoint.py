@@ -13,7 +13,7 @@ from jaxrl.runtime import checkpoint
 from jaxrl.runtime.checkpoint import (
     Checkpointer,
     CheckpointError,
-    latest_complete_step,
+    find_latest_complete_step,
     make_optimizer_items,
     select_steps_to_keep,
 )
@@ -120,7 +120,7 @@ def test_a_full_disk_leaves_the_latest_complete_checkpoint(
     saving.save(step, make_state(2), {"step": step}, None)
     with pytest.raises(OSError, match="No space left"):
         saving.wait()
-    assert latest_complete_step(folder) == 1
+    assert find_latest_complete_step(folder) == 1
     monkeypatch.undo()
     saving.close()
     position, state, _ = restore(open_checkpoints())

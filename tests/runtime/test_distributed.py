@@ -28,7 +28,7 @@ def test_slices_of_all_processes_are_the_whole_in_order(monkeypatch, num_process
     monkeypatch.setattr(jax, "process_count", lambda: num_processes)
     for index in range(num_processes):
         monkeypatch.setattr(jax, "process_index", lambda index=index: index)
-        slices.append(items[distributed.local_slice(count)])
+        slices.append(items[distributed.get_local_slice(count)])
     assert [item for part in slices for item in part] == items
     assert max(map(len, slices)) - min(map(len, slices)) <= 1
 

@@ -21,7 +21,7 @@ from jaxrl.extras.plan.memory import (
     plan_update,
 )
 from jaxrl.models.architecture import Architecture
-from jaxrl.runtime.sharding import BATCH_AXES, num_batch_shards
+from jaxrl.runtime.sharding import BATCH_AXES, count_batch_shards
 
 CPU_TOKENS = 512
 """Minimum tokens of a micro-batch on a CPU, to amortize the pass over all gradients."""
@@ -45,7 +45,7 @@ def find_micro_rows(
     Raises:
         ValueError: One row per device does not fit, and `must_fit` is True.
     """
-    shards = num_batch_shards(make_target_mesh(config, model, target))
+    shards = count_batch_shards(make_target_mesh(config, model, target))
 
     def compute_peak(rows_each: int) -> int:
         changed = config.with_values({MICRO_ROWS[stage]: rows_each * shards})
@@ -83,7 +83,7 @@ def choose_micro_rows(
     """
     # The free memory of a CPU differs at each start, but the selected value must not.
     target = dataclasses.replace(target, free_bytes=None)
-    shards = num_batch_shards(make_target_mesh(config, model, target))
+    shards = count_batch_shards(make_target_mesh(config, model, target))
     notes = []
     for stage, key in MICRO_ROWS.items():
         section = config.get_optimizer_section(stage)
@@ -171,7 +171,7 @@ def find_num_devices(config: ResolvedConfig, model: Architecture, target: Target
             num_devices=target.num_devices * factor,
             num_processes=target.num_processes * (factor if is_job else 1),
         )
-        shards = num_batch_shards(mesh) * factor
+        shards = count_batch_shards(mesh) * factor
         num_sampling = max(flat["mesh.rollout_devices"] * factor * target.num_processes, 1)
         unit = math.lcm(shards * sizes["context"], num_sampling)
         keys = (*MICRO_ROWS.values(), "rollout.max_num_seqs")
@@ -197,7 +197,7 @@ def _iter_options(
     mesh = make_target_mesh(config, model, target)
     flat = flatten(config)
     is_cpu = target.platform == "cpu"
-    sizes, shards = mesh.shape, num_batch_shards(mesh)
+    sizes, shards = mesh.shape, count_batch_shards(mesh)
     groups = sizes["data"] * sizes["fsdp"]  # each group of devices holds all experts
     row_keys = [key for stage, key in MICRO_ROWS.items() if stage in config.stages]
     optimizers = [key.removesuffix("micro_rows") for key in row_keys]

@@ -47,9 +47,9 @@ from jaxrl.runtime.compilation import CPU_HAS_BFLOAT16_MATMUL
 from jaxrl.runtime.sharding import (
     check_even_split,
     compute_mesh_sizes,
-    devices_per_replica,
+    count_batch_shards,
+    count_devices_per_replica,
     make_process_span_error,
-    num_batch_shards,
     num_pieces,
 )
 from jaxrl.runtime.weight_memory import (
@@ -225,7 +225,7 @@ def make_target_mesh(config: ResolvedConfig, model: Architecture, target: Target
     sizes = compute_mesh_sizes(
         target.num_devices, **config.mesh, num_processes=target.num_processes
     )
-    if (target.num_local - config.mesh.rollout_devices) % devices_per_replica(sizes):
+    if (target.num_local - config.mesh.rollout_devices) % count_devices_per_replica(sizes):
         raise make_process_span_error(sizes, target.num_local)
     mesh: Any = AbstractMesh(
         tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
@@ -287,7 +287,7 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
     operand_bytes = 4 if copies else itemsize  # bytes per value of a matmul operand
 
     # One device's shard of a micro-batch and of a chunk of logits.
-    shards = num_batch_shards(mesh)
+    shards = count_batch_shards(mesh)
     shares_prompts = _shares_prompts(config, model, target)
     shape = compute_batch_shape(config, stage, shards * shares_prompts, sizes["context"], model)
     rows = shape.micro_rows // shards
@@ -786,7 +786,7 @@ def _get_extra_head_itemsize(config: ResolvedConfig, model: Architecture, target
 def _describe_shapes(config: ResolvedConfig, model: Architecture, target: Target) -> dict[str, str]:
     """Describe the largest shapes of each phase, in total over all devices."""
     rollout, mesh, shapes = config.rollout, make_target_mesh(config, model, target), {}
-    shards = num_batch_shards(mesh) * _shares_prompts(config, model, target)
+    shards = count_batch_shards(mesh) * _shares_prompts(config, model, target)
     for stage in ("sft", "train"):
         if stage in config.stages:
             shape = compute_batch_shape(config, stage, shards, mesh.shape["context"], model)
