@@ -1,4 +1,4 @@
-"""Console for terminals, files and notebooks."""
+"""Rich console for terminals, files and notebooks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rich.console import Console
 def make_console(**settings: Any) -> Console:
     """Return a rich console that prints plain lines in a notebook.
 
-    By default, rich turns every line into HTML output in a notebook, even if the console has a
-    file.
+    By default, rich turns every line into HTML output in a notebook, even if the console writes to
+    a file.
 
     Args:
         settings: Arguments of rich's `Console`.

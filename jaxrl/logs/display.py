@@ -19,12 +19,12 @@ from jaxrl.utils.text import escape_control_chars
 
 
 class _StageProgress(Progress):
-    """Progress bar of a stage, with the metrics of the last step in columns below the bar."""
+    """Progress bar of a stage, with the last step's metrics in columns below it."""
 
     numbers: tuple[str, ...] = ()
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """Yield the bar and the metrics, which wrap between entries on a narrow terminal."""
+        """Yield the bar and the metrics. On a narrow terminal, lines wrap between metrics."""
         yield from super().get_renderables()
         yield Columns(self.numbers, padding=(0, 2))
 
@@ -35,7 +35,7 @@ class Display:
     def __init__(
         self, *, interval_s: float = 5.0, activity_interval_s: float = 30.0, is_enabled: bool = True
     ):
-        """Create the consoles.
+        """Create the consoles for output and warnings.
 
         Args:
             interval_s: Seconds between step lines if there is no terminal.
@@ -72,7 +72,7 @@ class Display:
         console.print(escape_control_chars(text), markup=False, emoji=False, soft_wrap=True)
 
     def start(self, stage: str, first_step: int, num_steps: int, *, every_steps: int = 0) -> None:
-        """Start a stage.
+        """Start the progress display of a stage.
 
         Args:
             stage: Name of the stage.
@@ -158,7 +158,7 @@ class Display:
             self._status = None
 
     def stop(self) -> None:
-        """End the stage."""
+        """Stop the progress display of the stage."""
         self._end_activity()
         if self._progress is not None:
             self._progress.stop()

@@ -1,6 +1,6 @@
 """Metrics of held-out evaluations with confidence intervals, as JSON and as text.
 
-`docs/evaluate.md` defines every number. Trajectories may come from any source, but must be in task
+`docs/evaluate.md` defines every metric. Trajectories may come from any source, but must be in task
 order.
 """
 
@@ -57,10 +57,10 @@ ATTRIBUTION_METRICS = (
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSummary:
-    """Metrics of one suite, by dataset and metric.
+    """Metrics of one suite, by dataset and name.
 
-    The dataset `all` contains every question. If there are several datasets, `mean` is the mean
-    over them.
+    The dataset `all` contains every question. If there are several datasets, the dataset `mean` has
+    the means over them.
 
     Attributes:
         num_samples: Number of samples per question.
@@ -85,7 +85,7 @@ def summarize(
     seed: int,
     weights: Mapping[str, float] = MappingProxyType({}),
 ) -> EvalSummary:
-    """Compute means over questions by dataset, with confidence intervals.
+    """Compute each dataset's means over questions, with confidence intervals.
 
     Samples with an environment error are counted but otherwise excluded. Means exclude questions
     without scored samples; pass@k and maj@k exclude questions with fewer than k scored samples.
@@ -157,7 +157,7 @@ def summarize(
 
 
 def get_subset_sizes(num_samples: int, ks: Sequence[int]) -> tuple[int, ...]:
-    """Return `ks`, or by default the powers of two below `num_samples`, and `num_samples`.
+    """Return `ks`; if it is empty, the powers of two below `num_samples`, plus `num_samples`.
 
     The default is that of verl. Returns () for a single sample.
     """
@@ -170,7 +170,7 @@ def get_subset_sizes(num_samples: int, ks: Sequence[int]) -> tuple[int, ...]:
 def _compute_question_metrics(
     question: Group, ks: Sequence[int], has_python: bool
 ) -> dict[str, float]:
-    """Compute the metrics of a question; NaN if a metric requires more scored samples."""
+    """Compute the metrics of a question. A metric that needs more scored samples is NaN."""
     scored = question.scored_trajectories
     parts = sorted({name for t in scored for name in _get_reward_parts(t)})
     formats = [t.is_well_formed for t in scored if "format" in t.reward_parts]
@@ -199,16 +199,16 @@ def _compute_question_metrics(
 
 
 def _get_reward_parts(trajectory: Trajectory) -> Mapping[str, float]:
-    """Return the reward parts; with several environments, include the total reward."""
+    """Return a trajectory's reward parts; with several environments, also the total reward."""
     parts = trajectory.reward_parts
     return {TOTAL_REWARD: trajectory.reward, **parts} if trajectory.task.environment else parts
 
 
 def _group_rows(questions: Sequence[Group]) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
-    """Group the rows of questions by data source, or by environment if there are several.
+    """Group question indices by data source, or by environment if there are several.
 
-    The second result groups the rows of an environment with several data sources by names such as
-    `search/nq`.
+    The second result groups the indices of an environment with several data sources under names
+    such as `search/nq`.
     """
     tasks = [question.trajectories[0].task for question in questions]
     by_source: dict[str, list[int]] = {}
@@ -411,7 +411,7 @@ def _format_suite(suite: str, summary: EvalSummary) -> str:
 
 
 def _format_cell(summary: EvalSummary, name: str, metric: str) -> str:
-    """Format a metric; only rewards, pass@k, maj@k and `RELIABILITY` show their interval."""
+    """Format a metric, with its interval if it is a reward, pass@k, maj@k or in `RELIABILITY`."""
     value = summary.means[name][metric]
     if math.isnan(value):
         return "-"

@@ -101,7 +101,8 @@ def compute_group_metrics(sampled_stats: Sequence[GroupStats]) -> dict[str, floa
 def compute_search_metrics(records: Sequence[CallRecord]) -> dict[str, float]:
     """Count searches by source and summarize their latency; return {} if there are none.
 
-    Not reproducible: timing decides which of two identical calls runs and which reuses the result.
+    The counts are not reproducible, because timing decides which of two identical calls runs and
+    which reuses the result.
     """
     searches = [record for record in records if record.tool is None]
     if not searches:
@@ -133,7 +134,7 @@ def to_json_number(value: Any) -> float | int | None:
 
 
 def count_unscored_suites(metrics: Mapping[str, float]) -> int:
-    """Count the suites without a scored question in the output of `build_eval_metrics`."""
+    """Count the suites in `metrics` without a scored question; see `build_eval_metrics`."""
     head = "val-aux/all/unscored_questions/"
     suites = [name.removeprefix(head) for name in metrics if name.startswith(head)]
     return sum(metrics[head + s] == metrics[f"val-aux/all/num_questions/{s}"] for s in suites)

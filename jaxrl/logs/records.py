@@ -22,7 +22,7 @@ OPTIONAL_FIELDS = (
 def build_trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
     """Convert a training trajectory to its record in `trajectories/`.
 
-    Advantages and losses can be recomputed from it, up to rounding.
+    Advantages and losses can be recomputed from the record, up to rounding.
     """
     defaults = {field.name: field.default for field in dataclasses.fields(trajectory)}
     optional = {name: getattr(trajectory, name) for name in OPTIONAL_FIELDS}
@@ -68,7 +68,7 @@ def build_trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def build_sample_table(trajectories: Sequence[Trajectory]) -> list[dict[str, Any]]:
-    """Build a table for trackers, with a row of text and numbers per trajectory.
+    """Build a table for trackers with one row of text and numbers per trajectory.
 
     The reward is None for an environment error. A reward part is None where it was not computed.
     """
@@ -111,9 +111,9 @@ def round_token_arrays(fields: dict[str, np.ndarray]) -> dict[str, list[float]]:
 
 
 def _make_image_records(images: Iterable[Picture]) -> list[dict[str, Any]]:
-    """Return the digest and file of each image and video; a video of frames has a list of these.
+    """Return the digest and file of each image and video; for a video of frames, of each frame.
 
-    Images without a file are in the workdir.
+    Images without a file are saved in the workdir.
     """
     return [
         {"digest": image.digest, "frames": _make_image_records(image.files)}

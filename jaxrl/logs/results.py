@@ -1,4 +1,4 @@
-"""Read a run's held-out scores from the files in its `eval/` folder."""
+"""Held-out scores of a run, read from the files in its `eval/` folder."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Scores = dict[str, float]
 def compute_weighted_reward(
     means: Mapping[str, float | None], weights: Mapping[str, float]
 ) -> float | None:
-    """Return the weighted sum of the mean reward parts; None if a weighted part has no value."""
+    """Return the weighted sum of mean reward parts; None if a weighted part has no mean."""
     parts = [(means.get(part), weight) for part, weight in weights.items() if weight]
     total = 0.0
     for mean, weight in parts:
@@ -41,7 +41,7 @@ def compute_weighted_reward(
 
 
 def is_exact_match_only(weights: Mapping[str, float]) -> bool:
-    """Return True if the reward equals exact match, so that only one of them is shown."""
+    """Return True if the reward always equals exact match, so that only one is shown."""
     return {part: weight for part, weight in weights.items() if weight} == {"exact_match": 1.0}
 
 
@@ -60,13 +60,15 @@ def read_scores(workdir: Path, last_step: int) -> list[Scores]:
     for _, path in sorted(paths.items()):
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            evaluations.append(_flatten(content["summary"], content.get("reward_weights", {})))
+            evaluations.append(
+                _flatten_scores(content["summary"], content.get("reward_weights", {}))
+            )
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             continue
     return evaluations
 
 
-def _flatten(
+def _flatten_scores(
     suites: Mapping[str, Mapping[str, Mapping[str, Any]]],
     weights: Mapping[str, Mapping[str, float]],
 ) -> Scores:
@@ -90,7 +92,7 @@ def _flatten(
 
 
 def format_scores(evaluations: Sequence[Scores]) -> list[str]:
-    """Format one line with the first and last scores, and one with the controls.
+    """Format a line with the first and last scores, and a line with the control scores.
 
     The reward comes first, unless it always equals exact match. Returns [] if there are no
     evaluations.

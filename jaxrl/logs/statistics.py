@@ -13,9 +13,9 @@ import numpy as np
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """Return the probability that k of n samples, without replacement, include a correct one.
 
-    1 - C(n - c, k) / C(n, k), an unbiased estimate for the policy
-    (https://arxiv.org/abs/2107.03374, equation 1), with c correct samples and k from 1 to n.
-    Computed in integers until the final division, to avoid overflow and cancellation.
+    With c correct samples and k from 1 to n, this is 1 - C(n - c, k) / C(n, k), an unbiased
+    estimate for the policy (https://arxiv.org/abs/2107.03374, equation 1). It is computed in
+    integers until the final division, to avoid overflow and cancellation.
     """
     ways = math.comb(num_samples, k)
     return (ways - math.comb(num_samples - num_correct, k)) / ways
@@ -25,8 +25,8 @@ def majority_at_k(answers: Sequence[str], is_correct: Sequence[bool], k: int) ->
     """Return the probability that the plurality answer of k samples is correct.
 
     The plurality vote of https://arxiv.org/abs/2203.11171, averaged over all subsets of size k.
-    Tied answers win with equal probability. A blank answer is not a vote; a subset without votes is
-    wrong. (verl samples with replacement, and the first of the tied answers wins.)
+    Tied answers win with equal probability. A blank answer is not a vote; a subset without votes
+    counts as wrong. (In verl, subsets are drawn with replacement, and the first tied answer wins.)
 
     Args:
         answers: The n normalized final answers.
@@ -53,10 +53,10 @@ def _compute_win_probability(
 ) -> float:
     """Return the probability that an answer with `num_votes` samples wins the vote among k samples.
 
-    `other_counts` has the sample counts of the other answers, the rivals. `ways[t, d]` counts the
-    subsets of d samples from the rivals processed so far in which t rivals tie with the answer and
-    none has more votes. Each rival contributes a polynomial in t and d, and the polynomials are
-    multiplied. All terms are positive, so there is no cancellation.
+    `other_counts` contains the number of samples of each other answer, called a rival. `ways[t, d]`
+    is the number of subsets of d samples from the rivals processed so far in which t rivals tie
+    with the answer and none has more votes. Each rival contributes a polynomial in t and d, and the
+    polynomials are multiplied. All terms are positive, so there is no cancellation.
     """
     from scipy.signal import convolve2d  # a slow import that is rarely needed
 
@@ -79,14 +79,14 @@ def _compute_win_probability(
 
 
 def compute_column_means(values: np.ndarray) -> np.ndarray:
-    """Return column means of `values` [Q, M], ignoring NaN: float [M], NaN for empty columns."""
+    """Return the column means, float [M], of `values` [Q, M] without NaN; NaN if all are NaN."""
     return _divide_by_counts(_append_mask(values).sum(axis=0))
 
 
 def bootstrap_means(
     values: np.ndarray, *, num_resamples: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """Compute the column means of bootstrap resamples of the rows, float [B, M].
+    """Compute the column means, float [B, M], of bootstrap resamples of the rows.
 
     Args:
         values: One row per question, float [Q, M]; NaN if a question has no value.
@@ -103,7 +103,7 @@ def bootstrap_means(
 
 
 def _append_mask(values: np.ndarray) -> np.ndarray:
-    """Replace NaN with 0 and append a mask that is 1 where a value is present, [Q, 2M]."""
+    """Replace NaN with 0 and append a mask that is 1 where a value is present: [Q, 2M]."""
     is_present = ~np.isnan(values)
     return np.hstack([np.where(is_present, values, 0.0), is_present])
 

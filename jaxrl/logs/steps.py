@@ -42,7 +42,7 @@ DISPLAYED_METRICS = {
 
 @dataclass(kw_only=True)
 class StepTimer:
-    """Timer for the parts of a step."""
+    """Timer for the phases of a training step."""
 
     started: float = field(default_factory=time.perf_counter)
     sampling_s: float = 0.0
@@ -56,7 +56,7 @@ class StepTimer:
         self.sampling_s += time.perf_counter() - start
 
     def mark_updated(self) -> None:
-        """Mark the end of the update, when the sampler has the new weights."""
+        """Record the end of the update, after which the sampler has the new weights."""
         self.updated_at = time.perf_counter()
 
     def compute_metrics(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -97,15 +97,15 @@ def compute_wait_metrics(engine: Sampler) -> dict[str, float]:
 def compute_lag_metrics(
     trajectories: Sequence[Trajectory], policy_version: int
 ) -> dict[str, float]:
-    """Return the mean number of updates between the sampling policy and the updated policy."""
+    """Return the mean number of updates since the tokens were sampled."""
     versions = np.concatenate([t.policy_versions[t.loss_mask] for t in trajectories])
     return {"rollout/lag": mean_or_nan((policy_version - versions).tolist())}
 
 
 def compute_memory_metrics() -> dict[str, float]:
-    """Return this process's peak device memory use in GiB (maximum over devices).
+    """Return this process's peak device memory in GiB (maximum over devices).
 
-    On CPUs it is the peak resident memory of the process, including programs and mapped files.
+    On a CPU, this is the peak resident memory of the process, including programs and mapped files.
     """
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [
@@ -142,7 +142,7 @@ def merge_update_metrics(update_metrics: Sequence[Mapping[str, Metric]]) -> dict
 
 
 def compute_packing_metrics(minibatches: Sequence[PackedBatch]) -> dict[str, float]:
-    """Compute padding, load imbalance, and the fraction of tokens saved by shared prompts."""
+    """Compute the padding, load imbalance, and fraction of tokens saved by shared prompts."""
     num_tokens = sum(packed.num_tokens for packed in minibatches)
     return {
         "rollout/shared_tokens": sum(packed.num_shared for packed in minibatches)
@@ -204,7 +204,7 @@ def _count_window_tokens(trajectories: Sequence[Trajectory]) -> list[int]:
 def collect_sample_fields(
     groups: Sequence[Group], controllers: Controllers
 ) -> list[dict[str, Any]]:
-    """Return additional fields of each trajectory for the step's trajectory file."""
+    """Return each trajectory's additional fields for the step's trajectory file."""
     fields: list[dict[str, Any]] = []
     for group_id, group in enumerate(groups):
         for trajectory in group.trajectories:

@@ -22,12 +22,13 @@ from jaxrl.types import Batch, Group, Params, Trajectory, flatten_groups
 def make_token_logger(
     count: int, score: ScoreStep, shape: BatchShape, method: Method
 ) -> TokenLogger:
-    """Build `token_logger(groups, controllers, params, ref_params)`, to call before the updates.
+    """Return `token_logger(groups, controllers, params, ref_params)`.
 
-    The groups must have advantages. `token_logger` returns a function `finish`. After the updates,
-    `finish(params)` returns the per-token arrays of each trajectory by name, float32 [L], 0 outside
-    the loss mask; {} for a trajectory excluded from the loss. Logprobs before and after the update
-    are computed by the same program in the same rows, so only the parameters differ.
+    Call `token_logger` before the updates, with groups that have advantages. It returns a function
+    `finish`. After the updates, `finish(params)` returns each trajectory's per-token arrays by
+    name, float32 [L], 0 outside the loss mask; {} for a trajectory excluded from the loss. The same
+    program computes the logprobs before and after the update in the same rows, so only the
+    parameters differ.
 
     Args:
         count: Number of trajectories per step to score; -1 for all.

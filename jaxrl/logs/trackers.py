@@ -32,7 +32,7 @@ def open_metrics_log(
     if not is_writer:
         return MetricsLog(None, num_records)
     metrics_log = MetricsLog(workdir / "metrics.jsonl", num_records, is_later=is_later, log=log)
-    records = metrics_log.records()
+    records = metrics_log.read_records()
     metrics_log.trackers = [
         FailSafeTracker(name, partial(make, workdir=workdir, records=records), log)
         for name, make in settings.trackers.items()
@@ -41,9 +41,9 @@ def open_metrics_log(
 
 
 class FailSafeTracker:
-    """Tracker that disables itself with a warning after a failure, so that the run continues.
+    """Wrapper that disables a tracker with a warning after a failure, so that the run continues.
 
-    A tracker that fails to start, because a server does not respond, is disabled too.
+    A tracker that fails to start, for example because a server does not respond, is also disabled.
     """
 
     def __init__(self, name: str, make: Callable[[], Tracker], log: Callable[[str], None]):
@@ -78,10 +78,11 @@ class FailSafeTracker:
 
 
 class TensorBoard:
-    """TensorBoard event files, rewritten from the records at startup to drop later steps.
+    """Tracker that writes TensorBoard event files.
 
-    Does not use tensorboardX's writer thread, which dies on a full disk and blocks writers forever.
-    Tables are not written.
+    The files are rewritten from the records at startup, which drops later steps. Tables are not
+    written. tensorboardX's writer thread is not used, because it dies on a full disk and then
+    blocks writers forever.
     """
 
     def __init__(self, workdir: Path, records: Iterable[Record]):
@@ -95,7 +96,7 @@ class TensorBoard:
         self._writer.flush()
 
     def write(self, index: int, record: Record, tables: Mapping[str, Table]) -> None:
-        """Append an event with the record's numbers."""
+        """Append an event with the record's metrics."""
         self._add_event(record)
         self._writer.flush()
 
@@ -109,7 +110,7 @@ class TensorBoard:
         self._writer.write_event(event)
 
     def close(self) -> None:
-        """Flush and close."""
+        """Flush and close the event file."""
         self._writer.close()
 
 

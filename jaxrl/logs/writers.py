@@ -47,7 +47,7 @@ class Tracker(Protocol):
         ...
 
     def close(self) -> None:
-        """Flush and close."""
+        """Flush pending records and close the tracker."""
         ...
 
 
@@ -112,14 +112,14 @@ class MetricsLog:
                 "the run has written. Reports do not contain the others"
             )
 
-    def records(self) -> list[Record]:
-        """Return the records in the file."""
+    def read_records(self) -> list[Record]:
+        """Read all records in the file."""
         if self._path is None:
             return []
         return [json.loads(line) for line in self._path.read_text(encoding="utf-8").splitlines()]
 
     def add_to_next_record(self, name: str, value: float) -> None:
-        """Add a value to a metric of the next record."""
+        """Add `value` to the metric `name` of the next record."""
         self._next_metrics[name] += value
 
     def add_samples(self, name: str, trajectories: Sequence[Trajectory]) -> None:

@@ -93,7 +93,7 @@ class TestLog:
         assert f"{path}:2 is not a valid record" in messages[0]
         assert "contains 2 of the 3 records" in messages[1]
         assert aside.read_text(errors="surrogateescape") == text
-        assert [record["step"] for record in log.records()] == [1, 3]
+        assert [record["step"] for record in log.read_records()] == [1, 3]
 
 
 def test_trajectories_as_json(tmp_path):
