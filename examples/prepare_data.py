@@ -25,7 +25,7 @@ from examples.benchmark_tasks import Fields, Row, SkippedRowError, convert_tasks
 from jaxrl.data.records import parse_task
 from jaxrl.envs.rewards.rules import extract_last_boxed
 from jaxrl.utils.files import atomic_write, open_atomic
-from jaxrl.utils.hub import download, parse_name
+from jaxrl.utils.hub import download_hub_files, parse_hub_name
 
 NUM_HELD_OUT = 500  # tasks of a data set without a test split
 
@@ -43,7 +43,9 @@ class Source:
 
 def fetch_files(repo: str, pattern: str) -> list[Path]:
     """Download the files that match a pattern, print their commit, and return their paths."""
-    path, uri = download(parse_name(f"hf://datasets/{repo}/{pattern}", "NAME"), "NAME")
+    path, uri = download_hub_files(
+        parse_hub_name(f"hf://datasets/{repo}/{pattern}", "NAME"), "NAME"
+    )
     folder = path.parents[len(Path(pattern).parts) - 1]
     files = sorted(
         file

@@ -16,10 +16,10 @@ from jaxrl.data.tasks import resolve_sources
 from jaxrl.utils.hub import (
     MODEL_FILES,
     WEIGHT_FILES,
-    download,
-    format_name,
+    download_hub_files,
+    format_hub_name,
     is_hub_name,
-    parse_name,
+    parse_hub_name,
 )
 
 _PINNED_NAME = re.compile(r'hf://[^"]+@[0-9a-f]{40}[^"]*')
@@ -49,7 +49,8 @@ def download_files(
         ValueError, OSError: A name is malformed, or a download failed.
     """
     uris = [
-        parse_name(name, "config.json") for name in _PINNED_NAME.findall(json.dumps(recorded or {}))
+        parse_hub_name(name, "config.json")
+        for name in _PINNED_NAME.findall(json.dumps(recorded or {}))
     ]
     commits = {(uri.type, uri.id): uri.revision for uri in uris}
 
@@ -57,13 +58,13 @@ def download_files(
         """Download `name`; return its local path, and the name with its commit."""
         if not is_hub_name(name):
             return name, name
-        uri = parse_name(name, f"config.{key}")
+        uri = parse_hub_name(name, f"config.{key}")
         if (uri.type == "model") != bool(files):
             kind = "a model: hf://org/name" if files else "a file: hf://datasets/org/name/path"
             raise ValueError(f"config.{key} is {name!r}; expected {kind}.")
         revision = uri.revision or commits.get((uri.type, uri.id))
-        path, pinned = download(replace(uri, revision=revision), f"config.{key}", files)
-        return str(path), format_name(pinned)
+        path, pinned = download_hub_files(replace(uri, revision=revision), f"config.{key}", files)
+        return str(path), format_hub_name(pinned)
 
     # Models: the policy, and the encoder if the run searches with it.
     values: dict[str, tuple[Any, Any]] = {}

@@ -60,7 +60,7 @@ class MonitorClient:
         # monitor.
         self._monitor = ChildProcess(
             [sys.executable, "-I", monitor.__file__],
-            what="the monitor of this process",
+            description="the monitor of this process",
             stderr=None,
             pass_fds=[listener.fileno()] if listener else [],
         )

@@ -1,4 +1,4 @@
-"""Callables named in the config, built-in or user-supplied, and formatting of their errors."""
+"""Callables named in the config, built-in or user-supplied, and their error messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_ERROR_CHARS = 2000
 
 
 class UserCodeError(ValueError):
-    """Error for user code that failed or returned an invalid value. The message names the key."""
+    """Error raised when user code fails or returns an invalid value. The message names the key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class NamedFunction:
 
 
 def is_dotted_path(name: str) -> bool:
-    """Return True for a dotted path such as `my_env.MyEnv` or `my_env:MyEnv`."""
+    """Return True if a name is a dotted path such as `my_env.MyEnv` or `my_env:MyEnv`."""
     return "." in name or ":" in name
 
 
@@ -114,7 +114,7 @@ def list_user_code_folders() -> list[str]:
 
 
 def wrap_user_code(key: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `function` to raise a `UserCodeError` for any exception, naming key and line."""
+    """Wrap `function` to convert exceptions to a `UserCodeError` that names the key and line."""
 
     def wrapped(*arguments: Any, **settings: Any) -> Any:
         try:
@@ -150,7 +150,7 @@ def probe_function(
         The result.
 
     Raises:
-        UserCodeError: The code raised, or `is_valid` rejected its result.
+        UserCodeError: The code raised an exception, or `is_valid` rejected its result.
     """
     result = wrap_user_code(key, name, function)(*example)
     if not wrap_user_code(key, name, is_valid)(result):

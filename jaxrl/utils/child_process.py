@@ -23,25 +23,25 @@ _EXIT_TIMEOUT_S = 5.0  # time for a process to end by itself, or after it is kil
 
 
 class ChildExitedError(ChildProcessError):
-    """Error for a child that has ended. `status` is negative if a signal killed it."""
+    """Error raised when a child has ended. `status` is negative if a signal killed the child."""
 
-    def __init__(self, what: str, status: int) -> None:
-        super().__init__(f"{what} ended with {status}")
+    def __init__(self, description: str, status: int) -> None:
+        super().__init__(f"{description} ended with {status}")
         self.status = status
 
 
 class ChildTimeoutError(TimeoutError):
-    """Error for a child that did not respond or end in time."""
+    """Error raised when a child does not respond or end in time."""
 
 
 class ChildProcess(contextlib.AbstractContextManager):
-    """Child process with pipes. As a context manager, it is killed on exit."""
+    """Child process with pipes. As a context manager, it kills the child on exit."""
 
     def __init__(
         self,
         command: Sequence[str],
         *,
-        what: str,
+        description: str,
         max_unread_bytes: float = math.inf,
         stderr: int | None = subprocess.DEVNULL,
         **options: Any,
@@ -50,16 +50,16 @@ class ChildProcess(contextlib.AbstractContextManager):
 
         Args:
             command: Program and arguments.
-            what: Name of the child in messages.
+            description: Name of the child in error messages.
             max_unread_bytes: Maximum size of unread output per stream in bytes; the rest is
                 dropped.
-            stderr: Argument of `subprocess.Popen`. With a pipe, the output is in `stderr_buffer`.
+            stderr: Argument of `subprocess.Popen`. With a pipe, `stderr_buffer` has the output.
             options: Other arguments of `subprocess.Popen`. By default, `stdin` is a pipe.
 
         Raises:
             OSError: The process cannot be started.
         """
-        self._what, self._max_unread_bytes = what, max_unread_bytes
+        self._description, self._max_unread_bytes = description, max_unread_bytes
         self._process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
@@ -77,7 +77,7 @@ class ChildProcess(contextlib.AbstractContextManager):
         self._write_lock = threading.Lock()
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Write a JSON line to the child. Thread-safe.
+        """Send a message to the child as a JSON line. Thread-safe.
 
         Raises:
             ChildExitedError: The child no longer reads.
@@ -89,7 +89,7 @@ class ChildProcess(contextlib.AbstractContextManager):
                 stdin.write(json.dumps(message).encode() + b"\n")
                 stdin.flush()
         except OSError:
-            raise ChildExitedError(self._what, self._wait_or_kill()) from None
+            raise ChildExitedError(self._description, self._wait_or_kill()) from None
 
     def readline(self, timeout_s: float = math.inf) -> dict[str, Any]:
         """Read the next JSON line from the child.
@@ -98,13 +98,13 @@ class ChildProcess(contextlib.AbstractContextManager):
             ChildExitedError: The child has closed its output.
             ChildTimeoutError: No line arrived within `timeout_s` seconds.
         """
-        if not self.read(lambda: b"\n" in self.stdout_buffer, timeout_s):
-            raise ChildExitedError(self._what, self._wait_or_kill())
+        if not self.read_until(lambda: b"\n" in self.stdout_buffer, timeout_s):
+            raise ChildExitedError(self._description, self._wait_or_kill())
         line = self.stdout_buffer[: self.stdout_buffer.index(b"\n") + 1]
         del self.stdout_buffer[: len(line)]
         return dict(json.loads(line))
 
-    def read(self, is_enough: Callable[[], bool], timeout_s: float) -> bool:
+    def read_until(self, is_enough: Callable[[], bool], timeout_s: float) -> bool:
         """Read stdout and stderr until `is_enough()`; return False if the child closes them first.
 
         Raises:
@@ -119,7 +119,7 @@ class ChildProcess(contextlib.AbstractContextManager):
                 if not self._open:
                     return False
                 if is_late:
-                    raise ChildTimeoutError(f"{self._what} was silent for {timeout_s:g} s")
+                    raise ChildTimeoutError(f"{self._description} was silent for {timeout_s:g} s")
                 remaining_s = deadline - time.monotonic()
                 is_late = remaining_s <= 0  # read data that has already arrived
                 for key, _ in selector.select(min(max(remaining_s, 0), _MAX_SELECT_S)):
@@ -132,7 +132,7 @@ class ChildProcess(contextlib.AbstractContextManager):
         return True
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Wait for the child to end; return its status, which is negative for a signal.
+        """Wait for the child to end; return its status, which is negative if a signal killed it.
 
         Raises:
             ChildTimeoutError: The child is still running after `timeout_s` seconds.
@@ -140,17 +140,20 @@ class ChildProcess(contextlib.AbstractContextManager):
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise ChildTimeoutError(f"{self._what} did not end in {timeout_s:g} s") from None
+            raise ChildTimeoutError(f"{self._description} did not end in {timeout_s:g} s") from None
 
     def _wait_or_kill(self) -> int:
-        """Wait briefly for a child that closed its pipes, then kill it; return its status."""
+        """Wait briefly for the child to exit after it closed its pipes, then kill it.
+
+        Returns its status.
+        """
         with contextlib.suppress(ChildTimeoutError):
             return self.wait(_EXIT_TIMEOUT_S)
         self.kill()
         return self.wait(_EXIT_TIMEOUT_S)
 
     def kill(self) -> None:
-        """Kill the process group, unless the child was reaped and its PID may be reused."""
+        """Kill the child's process group, unless the child was reaped: its PID may be reused."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)

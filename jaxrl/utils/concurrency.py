@@ -35,7 +35,7 @@ def format_error(error: BaseException) -> str:
 def format_error_report(error: BaseException) -> str:
     """Return the type, text, notes and traceback of an exception, redacted.
 
-    Drops the outermost frames to stay within `MAX_ERROR_CHARS` characters.
+    The outermost frames are dropped to stay within `MAX_ERROR_CHARS` characters.
     """
     notes = " ".join([format_error(error), *getattr(error, "__notes__", ())])
     report = redact(notes)[:MAX_ERROR_CHARS]
@@ -89,7 +89,7 @@ class ThreadPool:
     def _new_thread(self) -> tuple[threading.Thread, queue.SimpleQueue[Any]]:
         calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
-        def run() -> None:
+        def work_from_queue() -> None:
             while call := calls.get():
                 _run_and_set_result(*call)
                 with self._lock:
@@ -97,12 +97,12 @@ class ThreadPool:
                         return
                     self._idle.append((thread, calls))
 
-        thread = threading.Thread(target=run, daemon=True, name="env")
+        thread = threading.Thread(target=work_from_queue, daemon=True, name="env")
         thread.start()
         return thread, calls
 
     def close(self) -> None:
-        """End idle threads now and busy threads when their calls return."""
+        """End idle threads now, and busy threads as soon as their calls return."""
         with self._lock:
             self._is_closed = True
         for _, calls in self._idle:
@@ -114,7 +114,7 @@ class ThreadPool:
 def parallel_map(
     work: Callable[[Item], Result], items: Sequence[Item], *, max_threads: int
 ) -> list[Result]:
-    """Map `work` over items in daemon threads; return the results in order."""
+    """Call `work` on each item in daemon threads; return the results in order."""
     calls = [partial(work, item) for item in items]
     return [future.result() for future in start_calls(calls, max_threads=max_threads)]
 
@@ -129,19 +129,19 @@ def start_calls(calls: Sequence[Callable[[], Result]], *, max_threads: int) -> l
     for index in range(len(calls)):
         pending.put(index)
 
-    def run() -> None:
+    def run_pending() -> None:
         with contextlib.suppress(queue.Empty):
             while True:
                 index = pending.get_nowait()
                 _run_and_set_result(futures[index], calls[index])
 
     for _ in range(min(len(calls), max_threads)):
-        threading.Thread(target=run, daemon=True, name="env").start()
+        threading.Thread(target=run_pending, daemon=True, name="env").start()
     return futures
 
 
 def call_once(make: Callable[[], Result]) -> Callable[[], Result]:
-    """Cache the result of `make`, which runs only once even if threads call concurrently."""
+    """Wrap `make` to run only once, even if threads call it concurrently, and cache its result."""
     lock, cached = threading.Lock(), functools.cache(make)
 
     def locked() -> Result:
@@ -152,16 +152,16 @@ def call_once(make: Callable[[], Result]) -> Callable[[], Result]:
 
 
 def start_event_loop(name: str) -> asyncio.AbstractEventLoop:
-    """Start an event loop in a daemon thread, where it runs until the process ends."""
+    """Start an event loop that runs in a daemon thread until the process ends."""
     loop = asyncio.new_event_loop()
 
-    def run() -> None:
+    def run_forever() -> None:
         # `sys.exit` in a coroutine ends `run_forever`, so the other coroutines would hang.
         while True:
             with contextlib.suppress(SystemExit, KeyboardInterrupt):
                 loop.run_forever()
 
-    threading.Thread(target=run, daemon=True, name=name).start()
+    threading.Thread(target=run_forever, daemon=True, name=name).start()
     return loop
 
 
@@ -172,15 +172,15 @@ def get_event_loop() -> asyncio.AbstractEventLoop:
 
 
 class DeadlineError(TimeoutError):
-    """Error for a call that exceeded its deadline."""
+    """Error raised when a call exceeds its deadline."""
 
 
 def run_with_deadline(deadline_s: float, coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """Run a coroutine in the event loop of `get_event_loop` and cancel it at the deadline.
+    """Run a coroutine in the loop of `get_event_loop`; cancel it if it exceeds the deadline.
 
     Raises:
-        DeadlineError: The coroutine exceeded the deadline. It keeps running if it ignores
-            cancellation.
+        DeadlineError: The coroutine exceeded the deadline. A coroutine that ignores cancellation
+            keeps running.
     """
 
     async def timed() -> Result:
@@ -198,7 +198,7 @@ def run_with_deadline(deadline_s: float, coroutine: Coroutine[Any, Any, Result])
 
 
 def call_with_deadline(deadline_s: float, work: Callable[[], Result]) -> Result:
-    """Run `work` in a thread, which is abandoned at the deadline.
+    """Run `work` in a thread; abandon the thread if it exceeds the deadline.
 
     Raises:
         DeadlineError: The call exceeded the deadline.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class ToolError(Exception):
-    """Tool failure that the model did not cause, so that it never becomes a reward.
+    """Error for a tool failure that the model did not cause, which therefore earns no reward.
 
     Attributes:
         retry_after_s: Seconds that the server asked to wait, or None.

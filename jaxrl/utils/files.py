@@ -1,4 +1,4 @@
-"""Atomic files and folders: either complete or absent, even if the process is killed."""
+"""Atomic files and folders, which are complete or absent even if the process is killed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ REMEDIES = {
 
 
 class FolderMovedError(OSError):
-    """Error for a folder that was moved or removed while this process locked it."""
+    """Error raised when a folder that this process has locked was moved or removed."""
 
 
 _locked_folders: dict[Path, int] = {}
@@ -41,7 +41,7 @@ _locked_folders: dict[Path, int] = {}
 
 
 def check_not_moved(path: Path) -> None:
-    """Check, before a write, that the locked folder that contains `path` still exists.
+    """Check, before a write to `path`, that the locked folder around it still exists.
 
     Raises:
         FolderMovedError: The folder was moved, removed or replaced.
@@ -74,7 +74,7 @@ def format_os_error(error: OSError, remedy: str = "", path: Path | None = None) 
 def find_disk_full_error(error: BaseException | None) -> OSError | None:
     """Find a disk-full error in an exception and its causes; return None if there is none.
 
-    Some libraries report it only in the text of another exception.
+    Some libraries report a full disk only in the text of another exception.
     """
     while error is not None:
         for number in DISK_FULL_ERRNOS:
@@ -127,7 +127,7 @@ def atomic_folder(path: Path, *, marker: str, is_writer: bool = True) -> Iterato
 
     Args:
         path: Final folder. An existing folder is replaced if it is empty or contains `marker`.
-        marker: Name of a file in every earlier output. Other folders are not replaced.
+        marker: Name of a file that identifies a folder as earlier output, safe to replace.
         is_writer: True in the process that writes to disk.
 
     Raises:
@@ -165,8 +165,8 @@ def begin_replacing(folder: Path) -> None:
 
 
 def remove_atomic(folder: Path) -> None:
-    """Remove a folder atomically. If killed, leave `<name>.removed`, which `recover` removes."""
-    _remove(folder, _get_sibling_path(folder, "removed"))
+    """Remove a folder atomically. If killed, leave `<name>.removed` for `recover` to remove."""
+    _rename_and_remove(folder, _get_sibling_path(folder, "removed"))
 
 
 def recover(folder: Path) -> None:
@@ -174,7 +174,7 @@ def recover(folder: Path) -> None:
     replaced, removed = _get_sibling_path(folder, "replaced"), _get_sibling_path(folder, "removed")
     if replaced.exists():
         if folder.exists():
-            _remove(replaced, removed)
+            _rename_and_remove(replaced, removed)
         else:
             replaced.rename(folder)
     shutil.rmtree(removed, ignore_errors=True)
@@ -184,7 +184,7 @@ def _get_sibling_path(folder: Path, end: str) -> Path:
     return folder.with_name(f"{folder.name}.{end}")
 
 
-def _remove(folder: Path, removed: Path) -> None:
+def _rename_and_remove(folder: Path, removed: Path) -> None:
     shutil.rmtree(removed, ignore_errors=True)
     folder.rename(removed)
     shutil.rmtree(removed, ignore_errors=True)
@@ -202,7 +202,7 @@ def quarantine_file(path: Path, *, keeps_original: bool = False) -> Path:
 
 
 def find_unused_path(path: Path) -> Path:
-    """Return `path`, with a number appended if it exists."""
+    """Return `path`, with a number appended if that path exists."""
     candidate, number = path, 0
     while candidate.exists():
         number += 1
@@ -211,7 +211,7 @@ def find_unused_path(path: Path) -> Path:
 
 
 def append_line(path: Path, text: str) -> None:
-    """Append a line to a text file, first terminating a last line that a kill truncated."""
+    """Append a line to a text file. First terminate a last line that was cut off by a kill."""
     with path.open("a+b") as file:
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)

@@ -50,7 +50,7 @@ class HttpRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientLimits:
-    """Limits on seconds per request, requests in flight, and MiB per decompressed response."""
+    """Limits on seconds per request, requests in flight and MiB per decompressed response."""
 
     timeout_s: float
     connections: int
@@ -58,7 +58,7 @@ class ClientLimits:
 
 
 class JsonClient:
-    """Thread-safe client with pooled connections.
+    """Thread-safe JSON client with pooled connections.
 
     Requests are not retried; a `ToolError` states whether and when a retry may succeed. Responses
     and errors are redacted.
@@ -93,16 +93,16 @@ class JsonClient:
             future.cancel()  # on an interrupt, cancel the requests in flight
             raise
         return [
-            self._parse(request, answer) if isinstance(answer, bytes) else answer
+            self._parse_response(request, answer) if isinstance(answer, bytes) else answer
             for request, answer in zip(requests, answers, strict=True)
         ]
 
-    def _parse(self, request: HttpRequest, body: bytes) -> Any | ToolError:
+    def _parse_response(self, request: HttpRequest, body: bytes) -> Any | ToolError:
         try:
             return redact(parse_json(body, "the response"))
         except ValueError as error:
-            what = f"{len(body)} bytes that are not JSON ({format_error(error)})"
-            return self._make_error(request, f"gives {what}: {_format_body(body)}")
+            problem = f"{len(body)} bytes that are not JSON ({format_error(error)})"
+            return self._make_error(request, f"gives {problem}: {_format_body(body)}")
 
     async def _fetch(self, request: HttpRequest) -> bytes | ToolError:
         limit_s = self._bounds.timeout_s
@@ -179,7 +179,8 @@ def check_url(key: str, url: str, *, keys_from: str = "the key_env next to it") 
     Args:
         key: Config key of the URL.
         url: URL with scheme and host.
-        keys_from: Config key that names the environment variable for an API key.
+        keys_from: Description of the config key that names the environment variable for an API
+            key, for the error message.
 
     Raises:
         ValueError: The URL is malformed, or contains a user, a password or a key.
@@ -189,13 +190,13 @@ def check_url(key: str, url: str, *, keys_from: str = "the key_env next to it") 
         parsed = httpx2.URL(url)
     except (httpx2.InvalidURL, ValueError) as error:
         raise ValueError(f"config.{key} is {url!r}: {error}; {expected}.") from None
-    what = "a user or a password" if parsed.userinfo else ""
+    secret = "a user or a password" if parsed.userinfo else ""
     for name in filter(_SECRET.search, parsed.params):
-        what = f"a parameter {name!r}"
-    if what:
+        secret = f"a parameter {name!r}"
+    if secret:
         raise ValueError(
-            f"config.{key} contains {what}, and the configuration is written to disk; {expected}, "
-            f"without it: {keys_from} names an environment variable for a key."
+            f"config.{key} contains {secret}, and the configuration is written to disk; "
+            f"{expected}, without it: {keys_from} names an environment variable for a key."
         )
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise ValueError(f"config.{key} is {url!r}; {expected}.")
@@ -235,7 +236,7 @@ def fix_surrogates(text: str) -> str:
 
 
 def _parse_retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Return the wait in seconds, clipped, that a server's headers request; None if they do not.
+    """Return the clipped wait in seconds that a server's headers ask for; None without one.
 
     Parses Retry-After (RFC 9110, 10.2.3), or the quotas in `X-RateLimit-Remaining` and
     `X-RateLimit-Reset`, which in Brave's API have one number per window.
@@ -258,7 +259,7 @@ def _parse_retry_after_s(headers: Mapping[str, str]) -> float | None:
 
 @functools.cache
 def _make_ssl_context() -> ssl.SSLContext:
-    """Return the TLS context that all clients share, since loading it is slow."""
+    """Return the TLS context that all clients share, because loading one is slow."""
     return httpx2.create_ssl_context()
 
 

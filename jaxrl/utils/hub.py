@@ -27,7 +27,7 @@ def is_hub_name(name: str) -> bool:
     return name.startswith(PREFIX)
 
 
-def parse_name(name: str, key: str) -> HfUri:
+def parse_hub_name(name: str, key: str) -> HfUri:
     """Parse the name of a model or a data file.
 
     Args:
@@ -55,15 +55,15 @@ def parse_name(name: str, key: str) -> HfUri:
     return uri
 
 
-def format_name(uri: HfUri) -> str:
-    """Return the name of a model or a data file."""
+def format_hub_name(uri: HfUri) -> str:
+    """Return the `hf://` name of a model or a data file."""
     return uri.to_uri().replace(f"{PREFIX}models/", PREFIX)
 
 
-def download(
+def download_hub_files(
     uri: HfUri, key: str, files: tuple[str, ...] = (), *, local_only: bool = False
 ) -> tuple[Path, HfUri]:
-    """Return files of a repository from the cache, downloading what is missing.
+    """Return the cached files of a repository, after downloading those that are missing.
 
     Args:
         uri: Parsed name.
@@ -81,7 +81,7 @@ def download(
     import httpx2
     from huggingface_hub import constants, errors, snapshot_download
 
-    path, name = uri.path_in_repo, f"{key} is {format_name(uri)!r}"
+    path, name = uri.path_in_repo, f"{key} is {format_hub_name(uri)!r}"
     try:
         folder = Path(
             snapshot_download(
@@ -110,7 +110,7 @@ def download_model(
     *,
     local_only: bool = False,
 ) -> Path:
-    """Return the local folder of a model, which is downloaded if `name` starts with `hf://`.
+    """Return the local folder of a model. Download it if `name` starts with `hf://`.
 
     For the arguments, see `download`.
 
@@ -119,4 +119,4 @@ def download_model(
     """
     if not is_hub_name(str(name)):
         return Path(name)
-    return download(parse_name(str(name), key), key, files, local_only=local_only)[0]
+    return download_hub_files(parse_hub_name(str(name), key), key, files, local_only=local_only)[0]

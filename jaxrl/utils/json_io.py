@@ -1,4 +1,4 @@
-"""Parse untrusted JSON, with one-line errors and a nesting limit."""
+"""JSON parsing for untrusted input, with one-line errors and a nesting limit."""
 
 from __future__ import annotations
 

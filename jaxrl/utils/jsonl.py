@@ -1,4 +1,4 @@
-"""JSON Lines reader, whose errors identify the format of files that are not JSONL."""
+"""JSON Lines reader. If a file is not JSONL, the error identifies its format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Suggest alternatives to paths that do not exist."""
+"""Suggestions for paths that do not exist."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def suggest_path(path: str | Path) -> str:
     """Return a sentence that suggests an existing path with a similar name, or "".
 
     Args:
-        path: File or folder. The suggestion replaces its first component that does not exist.
+        path: File or folder. The suggestion replaces the first nonexistent component.
     """
     missing = Path(path)
     while not missing.parent.exists():

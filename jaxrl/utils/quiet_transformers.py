@@ -1,4 +1,4 @@
-"""Suppress warnings from transformers."""
+"""Suppression of warnings from transformers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Hide transformers' log messages below ERROR, unless TRANSFORMERS_VERBOSITY is set.
 
-    They include advice to install torch, and warnings about the files in a model folder.
+    These messages include advice to install torch, and warnings about files in a model folder.
     """
     logger = logging.getLogger("transformers")
     if os.environ.get("TRANSFORMERS_VERBOSITY"):

@@ -10,12 +10,12 @@ MAX_WAIT_S = 86_400.0
 
 
 def clip_wait_s(wait_s: float | None) -> float:
-    """Clip the wait that a server requests to [0, `MAX_WAIT_S`]; return 0 for NaN and None."""
+    """Clip a wait in seconds to [0, `MAX_WAIT_S`]; return 0 for NaN and None."""
     return min(max(0.0, wait_s or 0.0), MAX_WAIT_S)  # for NaN, max returns its first argument
 
 
 class RateLimiter:
-    """Limit on the number of queries that start per second.
+    """Rate limiter for the number of queries that start per second.
 
     At rate r, at most b = max(1, floor(r)) queries start within any b / r seconds.
     """
@@ -39,17 +39,17 @@ class RateLimiter:
 class CircuitBreaker:
     """Circuit breaker that pauses calls to a failing service.
 
-    When closed, it admits all calls. Consecutive failures open it for `cooldown_s` seconds. It then
-    admits one call (half open), which closes it or opens it again.
+    A closed breaker admits all calls. Consecutive failures open the breaker for `cooldown_s`
+    seconds. Then the breaker is half open: it admits one call, which closes it or opens it again.
     """
 
     def __init__(self, *, max_failures: int, cooldown_s: float, patience_s: float) -> None:
         """Create a closed breaker.
 
         Args:
-            max_failures: Number of consecutive failures that open it; 0 to never open it.
+            max_failures: Number of consecutive failures that open the breaker; 0 for never.
             cooldown_s: Seconds for which an open breaker admits no call.
-            patience_s: Duration of an outage, in seconds, after which it counts as permanent.
+            patience_s: Duration in seconds after which an outage counts as permanent.
         """
         self._max_failures, self._cooldown_s, self._patience_s = (
             max_failures,
@@ -85,7 +85,7 @@ class CircuitBreaker:
         Args:
             now: Time of the failure.
             started_at: Time at which the call started.
-            retry_after_s: Seconds that the service asked to wait.
+            retry_after_s: Seconds to wait, as requested by the service.
             num_permanent: Number of queries that would fail again; 0 if a retry may succeed.
         """
         self._num_failures += 1

@@ -1,4 +1,4 @@
-"""Redact registered secrets, such as API keys, from messages, results and files."""
+"""Redaction of registered secrets, such as API keys, from messages, results and files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _patterns: dict[str, re.Pattern[str]] = {}  # by encoded form of a secret
 def register_secret(value: str) -> None:
     """Register a secret for redaction in plain, JSON-escaped and percent-encoded form.
 
-    Its long words, such as the token in `Bearer TOKEN`, are also redacted.
+    Long words in the secret, such as the token in `Bearer TOKEN`, are also redacted.
     """
     for secret in {value, *(word for word in value.split() if len(word) >= _MIN_LENGTH)} - {""}:
         escaped = json.dumps(secret)[1:-1]
@@ -71,7 +71,7 @@ class _RedactedStream:
 
 @contextlib.contextmanager
 def redact_output() -> Iterator[None]:
-    """Redact the output of the block and any exception that it raises."""
+    """Redact the block's output and any exception that the block raises."""
     out, err = [_RedactedStream(stream) for stream in (sys.stdout, sys.stderr)]
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:

@@ -1,4 +1,4 @@
-"""Clean untrusted text for files, terminals and web pages."""
+"""Cleaning of untrusted text for files, terminals and web pages."""
 
 from __future__ import annotations
 

@@ -15,7 +15,9 @@ ECHO = "import sys\nfor line in sys.stdin: print(line, end='', flush=True)"
 
 
 def start_child(program, **options):
-    return ChildProcess([sys.executable, "-I", "-S", "-c", program], what="a child", **options)
+    return ChildProcess(
+        [sys.executable, "-I", "-S", "-c", program], description="a child", **options
+    )
 
 
 def test_messages_arrive_one_at_a_time():

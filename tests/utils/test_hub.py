@@ -6,14 +6,14 @@ import sys
 import pytest
 from huggingface_hub import constants, file_download
 
-from jaxrl.utils.hub import download, download_model, parse_name
+from jaxrl.utils.hub import download_hub_files, download_model, parse_hub_name
 
 WEIGHTS = bytes(range(256)) * 1000
 FILES = {"config.json": b"{}", "model.safetensors": WEIGHTS, "merges.txt": b"a b"}
 
 
 def download_data(name):
-    return download(parse_name(name, "tasks"), "tasks")[0]
+    return download_hub_files(parse_hub_name(name, "tasks"), "tasks")[0]
 
 
 def test_only_the_files_that_a_run_reads_are_downloaded(hub):

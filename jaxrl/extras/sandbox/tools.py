@@ -181,7 +181,7 @@ class BubblewrapTool(Tool):
             source.seek(0)
             child = ChildProcess(
                 self.build_command(["-I", self.child, json.dumps(limits)]),
-                what="the process",
+                description="the process",
                 max_unread_bytes=self._max_output,
                 stdin=source,
                 stderr=subprocess.PIPE,
@@ -226,7 +226,7 @@ class BubblewrapTool(Tool):
         """
         kill_reason = "much"
         try:
-            if not child.read(
+            if not child.read_until(
                 lambda: len(child.stdout_buffer) > self._max_output, deadline - time.monotonic()
             ):
                 # The process may close both streams long before it exits.
@@ -236,7 +236,7 @@ class BubblewrapTool(Tool):
             kill_reason = "late"
         child.kill()
         with contextlib.suppress(ChildTimeoutError):
-            child.read(lambda: False, _KILL_TIMEOUT_S)
+            child.read_until(lambda: False, _KILL_TIMEOUT_S)
         return kill_reason
 
 
@@ -264,7 +264,7 @@ def _open_root_namespace() -> int:
         "os.read(0, 1)"
     )
     command = [sys.executable, "-I", "-S", "-c", program]
-    with ChildProcess(command, what="what makes a user namespace", stderr=None) as child:
+    with ChildProcess(command, description="the user-namespace check", stderr=None) as child:
         if failed := child.readline()["failed"]:
             raise OSError(f"root may not make a user namespace: {failed}")
         try:

@@ -95,7 +95,7 @@ class AgentProcess(ChildProcess):
         self.is_ready = False
         try:
             env = {**env, FOLDER_VARIABLE: self.folder}
-            super().__init__(command, what=description, stderr=subprocess.PIPE, env=env)
+            super().__init__(command, description=description, stderr=subprocess.PIPE, env=env)
         except OSError:
             os.rmdir(self.folder)
             raise
@@ -119,18 +119,18 @@ class AgentProcess(ChildProcess):
                 return super().readline(min(timeout_s, _POLL_S))
             except ChildTimeoutError:
                 if self._process.poll() is not None:
-                    raise ChildExitedError(self._what, self.wait()) from None
+                    raise ChildExitedError(self._description, self.wait()) from None
                 if time.monotonic() > deadline:
                     raise
 
-    def read(self, is_enough: Callable[[], bool], timeout_s: float) -> bool:
+    def read_until(self, is_enough: Callable[[], bool], timeout_s: float) -> bool:
         """Read until `is_enough` returns True; discard all but the end of stderr."""
 
         def trim_and_check() -> bool:
             del self.stderr_buffer[:-_MAX_OUTPUT_BYTES]
             return is_enough()
 
-        return super().read(trim_and_check, timeout_s)
+        return super().read_until(trim_and_check, timeout_s)
 
     def close(self) -> None:
         """Kill the process and its descendants; delete its folder."""
