@@ -1,4 +1,4 @@
-"""Render chats with a model's chat template, without adding or losing content.
+"""Rendering of chats with a model's chat template, without added or lost content.
 
 Templates rewrite their input. Some remove the thoughts from earlier messages, so that few-shot
 examples would seem to answer without searching; others add a default system message. Each chat is
@@ -39,7 +39,7 @@ def _make_marker(number: int) -> str:
 
 
 def mark_token(text: str) -> str:
-    """Put markers around a token's text, to find it in a template's output."""
+    """Put markers around a token's text, so that it can be found in a template's output."""
     return f"\ue002{text}\ue003"
 
 
@@ -54,7 +54,7 @@ FieldPath = tuple[str | int, ...]
 
 
 def reads_clock(template: str) -> bool:
-    """Return True if a chat template reads the current time, as Llama 3.2's does for the date."""
+    """Return True if a chat template reads the current time, like that of Llama 3.2."""
     return re.search(r"\bstrftime_now\b", template) is not None
 
 
@@ -88,11 +88,11 @@ class ChatPiece:
 
 
 class ChatTemplate:
-    """Chat template, with the text that it writes around message contents.
+    """Chat template that knows which text it writes around message contents.
 
     Attributes:
-        opener: Text that the template writes at the start of the model's message, such as `<think>`
-            and a line break; "" for most templates.
+        response_prefix: Text that the template writes at the start of the model's message, such as
+            `<think>` and a line break; "" for most templates.
         message_end: Text after an assistant message.
         template_text: All text before, between and after messages, concatenated.
         image: Text for an image, such as `<|vision_start|><|image_pad|><|vision_end|>`; "" if the
@@ -108,7 +108,7 @@ class ChatTemplate:
         bos: str = "",
         mark_tokens: Callable[[str], str] = lambda text: text,
     ):
-        """Probe the template: render chats made of markers to find the text around them.
+        """Probe the template: render chats that consist of markers to find the text around them.
 
         Args:
             apply: Function that renders messages. The flag adds the generation prompt.
@@ -120,22 +120,22 @@ class ChatTemplate:
         self._cached_frame = functools.lru_cache(self._render_frame)
         self._default_system = self._find_default_system(bos)
         self.dropped_system = ""
-        # The opener is the text that precedes the model's next message but no earlier message.
+        # The response prefix precedes the model's next message but no earlier message.
         chat, prompt_texts = (
-            self._render_role_texts("user", "assistant", "user"),
-            self._render_role_texts("user", add_generation_prompt=True),
+            self._split_around_roles("user", "assistant", "user"),
+            self._split_around_roles("user", add_generation_prompt=True),
         )
-        self.opener = ""
+        self.response_prefix = ""
         if chat is not None and prompt_texts is not None and prompt_texts[-1].startswith(chat[1]):
-            self.opener = prompt_texts[-1].removeprefix(chat[1])
-        self.message_end = (self._render_role_texts("user", "assistant") or [""])[-1]
-        chat_texts = self._render_role_texts("system", "user", "assistant", "user")
+            self.response_prefix = prompt_texts[-1].removeprefix(chat[1])
+        self.message_end = (self._split_around_roles("user", "assistant") or [""])[-1]
+        chat_texts = self._split_around_roles("system", "user", "assistant", "user")
         self.template_text = "".join(
-            chat_texts or self._render_role_texts("user", "assistant", "user") or []
+            chat_texts or self._split_around_roles("user", "assistant", "user") or []
         )
         # The template's text for an image or a video is found between two texts.
         self.image, self.video = (
-            texts[1] if (texts := self._render_texts((("user", kinds, ""),))) else ""
+            texts[1] if (texts := self._split_around_contents((("user", kinds, ""),))) else ""
             for kinds in (("text", "image", "text"), ("text", "video", "text"))
         )
 
@@ -148,7 +148,7 @@ class ChatTemplate:
     ) -> list[ChatPiece]:
         """Render a chat up to the start of the model's next message, as a list of pieces.
 
-        Contents lose surrounding whitespace if the template strips it, and nothing else. The
+        Contents are unchanged, except that the template may strip surrounding whitespace. The
         template renders all other fields.
 
         Args:
@@ -214,7 +214,7 @@ class ChatTemplate:
         return _fill_frame(frame, contents)
 
     def render_turn(self, message: Message) -> str:
-        """Render an assistant message that calls a tool, in the form that the model would generate.
+        """Render an assistant message that calls a tool, as the model would generate it.
 
         The result excludes the message header and the end-of-message token.
 
@@ -225,8 +225,8 @@ class ChatTemplate:
         first, *_, last = self.render_tool_turn([()])
         opening = {"role": "user", "content": "?"}
         # Before another question, no template adds an empty thought to the message.
-        header = self._render_role_texts("user", "assistant", "user")
-        header = header or self._render_role_texts("user", "assistant", "tool")
+        header = self._split_around_roles("user", "assistant", "user")
+        header = header or self._split_around_roles("user", "assistant", "tool")
         assert header is not None  # checked by `render_tool_turn`
         chat = [opening, message, {"role": "tool", "content": "?"}]
         pieces = self.render(chat, has_default_system=True)
@@ -241,7 +241,7 @@ class ChatTemplate:
         return text[len(begin) : len(text) - len(end)]
 
     def render_tool_turn(self, tags: Sequence[Sequence[str]]) -> list[str]:
-        """Return the template's text before, between and after tool results, including images.
+        """Return the template's text before, between and after tool results that may have images.
 
         The first text starts right after an assistant message. The last text ends right before the
         next assistant message.
@@ -257,7 +257,7 @@ class ChatTemplate:
             for parts in tags
         )
         shape = (("user", None, ""), ("assistant", None, ""), *results)
-        texts = self._render_texts(shape, add_generation_prompt=True)
+        texts = self._split_around_contents(shape, add_generation_prompt=True)
         if texts is None and any(tags):
             raise ValueError(
                 "a tool returned an image, but the tokenizer's chat template does not support "
@@ -312,7 +312,7 @@ class ChatTemplate:
     def _render_frame(
         self, shape: Shape, add_generation_prompt: bool
     ) -> tuple[ChatPiece | int, ...]:
-        """Return the pieces that the template writes, with an int for each content text."""
+        """Render a chat; return the template's pieces, with an int for each content text."""
         chat = _fill_shape(shape, _make_markers(shape))
         for index, (_, _, fields) in enumerate(shape):
             if fields:
@@ -326,18 +326,18 @@ class ChatTemplate:
             start = mark.end()
         return (*frame, ChatPiece(text[start:], False))
 
-    def _render_role_texts(
+    def _split_around_roles(
         self, *roles: str, add_generation_prompt: bool = False
     ) -> list[str] | None:
-        """Call `_render_texts` for plain-text messages with these roles."""
-        return self._render_texts(
+        """Call `_split_around_contents` for plain-text messages with these roles."""
+        return self._split_around_contents(
             tuple((role, None, "") for role in roles), add_generation_prompt=add_generation_prompt
         )
 
-    def _render_texts(
+    def _split_around_contents(
         self, shape: Shape, *, add_generation_prompt: bool = False
     ) -> list[str] | None:
-        """Return the template's text around the content texts; None if it omits any of them."""
+        """Return the template's texts around the contents; None if it omits a content."""
         try:
             frame = self._cached_frame(shape, add_generation_prompt)
         except Exception:  # if this affects a real chat, `render` reports it
@@ -347,14 +347,14 @@ class ChatTemplate:
         return [part.text for part in frame if isinstance(part, ChatPiece)] if is_complete else None
 
     def _find_default_system(self, bos: str) -> tuple[str, str]:
-        """Return the start of a chat that has a default system message, and the start without it.
+        """Return how a chat starts with the default system message, and how it starts without it.
 
-        The start is recognized as a system message if the user message after it looks the same as
-        after an explicit system message. Both results are "" if the template has no default.
+        The start of a chat is a system message if the user message after it looks the same as after
+        an explicit system message. Both results are "" if the template has no default.
         """
         reference, user_only = (
-            self._render_role_texts("system", "user"),
-            self._render_role_texts("user"),
+            self._split_around_roles("system", "user"),
+            self._split_around_roles("user"),
         )
         if reference is None or user_only is None:
             return "", ""
@@ -372,7 +372,7 @@ class ChatTemplate:
 def check_result_order(messages: Sequence[Mapping[str, Any]]) -> None:
     """Check that tool results are in the same order as their calls.
 
-    The order matters because most chat templates drop the ids and names that link them.
+    The order matters because most chat templates drop the ids and names that link results to calls.
 
     Raises:
         ValueError: A result is out of order or has no call. The error names the message.
@@ -441,7 +441,7 @@ _PART_TYPES = {IMAGE_TAG: "image", VIDEO_TAG: "video"}
 
 
 def _find_part_types(parts: Sequence[str], tags: Collection[str]) -> tuple[str, ...] | None:
-    """Return the types of content parts: None for plain text, () for empty content."""
+    """Return the types of a content's parts; None for plain text, () for empty content."""
     if parts and not any(part in tags for part in parts):
         return None
     return tuple(_PART_TYPES[part] if part in tags else "text" for part in parts)
@@ -471,7 +471,7 @@ def _fill_shape(shape: Shape, texts: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _find_paths(value: Any, path: FieldPath = ()) -> Iterator[FieldPath]:
-    """Yield the path of each value that is neither null nor blank, except roles and contents."""
+    """Yield the path of each value that is not null or blank, except roles and contents."""
     if isinstance(value, dict | list):
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
             if len(path) != 1 or key not in ("role", "content"):
@@ -483,8 +483,8 @@ def _find_paths(value: Any, path: FieldPath = ()) -> Iterator[FieldPath]:
 def _is_call_link(messages: Sequence[Mapping[str, Any]], path: FieldPath) -> bool:
     """Return True if a value only links a tool result to its call, or only labels a call.
 
-    Templates may drop it, because `check_result_order` ensures that results can be matched to calls
-    by their order.
+    Templates may drop such a value, because `check_result_order` ensures that results can be
+    matched to calls by their order.
     """
     match path:
         case (_, "tool_call_id") | (_, "tool_calls", _, "id" | "type" | "index"):

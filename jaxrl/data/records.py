@@ -1,4 +1,4 @@
-"""Parse records in any format into tasks and demonstrations."""
+"""Parsers that turn records of any format into tasks and demonstrations."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def parse_task(fields: dict[str, Any], location: str, *, folder: Path | None = N
     `prompt` is a chat, and the answers are in `reward_model`. `id` (default: `location`),
     `data_source` and `metadata` are optional. All other fields are added to `Task.metadata`.
 
-    `images` is an image or a list of images (see `parse_image`), one for each
-    `<image>` placeholder in the text. `videos` contains videos (see `parse_video`) for the
-    `<video>` placeholders. Without placeholders, they precede the question or the first user
-    message. Message content may also be a list of parts, some of which are images or videos.
+    `images` is an image or a list of images (see `parse_image`), one for each `<image>` placeholder
+    in the text. Likewise, `videos` (see `parse_video`) belong to `<video>` placeholders. Without
+    placeholders, images and videos precede the question or the first user message. Message content
+    may also be a list of parts, some of which are images or videos.
 
     Args:
         fields: Values by field name.
@@ -152,8 +152,8 @@ def _require_answers(fields: dict[str, Any]) -> tuple[str, ...]:
 def _parse_ground_truth(reward_model: dict[str, Any]) -> tuple[str, ...]:
     """Return the accepted answers of a verl record: the ground truth, or its `target`.
 
-    If the ground truth is an object without `target`, its JSON is the only answer, because it is
-    meant for a reward function that reads the metadata.
+    If the ground truth is an object without `target`, its JSON is the only answer, because such an
+    object is meant for a reward function that reads the metadata.
     """
     truth = reward_model.get("ground_truth")
     if isinstance(truth, dict):
@@ -198,7 +198,7 @@ def parse_answers(value: Any) -> tuple[str, ...]:
 
 
 def _format_number(number: float) -> str:
-    """Format a finite number with no exponent or trailing zeros: 42.0 as 42, 1e-05 as 0.00001."""
+    """Format a finite number without exponent or trailing zeros: 42.0 as 42, 1e-05 as 0.00001."""
     if isinstance(number, int):
         return str(int(number))
     value = Decimal(repr(float(number)))
@@ -217,7 +217,7 @@ MAX_DIGITS = 15
 def parse_chat(
     messages: Any, images: Sequence[Picture], folder: Path
 ) -> tuple[list[dict[str, Any]], tuple[Picture, ...]]:
-    """Normalize a chat to text with placeholders; also return its images and videos.
+    """Convert a chat's contents to text with placeholders; also return its images and videos.
 
     All other non-null fields of a message are kept for the chat template. Tool-call arguments that
     are JSON strings become objects.
@@ -301,9 +301,9 @@ def _drop_nulls(fields: Any) -> dict[str, Any]:
 
 
 def _normalize_tool_call(call: Any) -> dict[str, Any]:
-    """Normalize a tool call, and parse its arguments if they are the JSON of an object.
+    """Normalize a tool call, and parse arguments that are the JSON text of an object.
 
-    Like transformers, accept `name` and `arguments` outside `function`.
+    As in transformers, `name` and `arguments` may be outside `function`.
     """
     fields = _drop_nulls(call)
     flat_function = {name: fields.pop(name) for name in ("name", "arguments") if name in fields}
@@ -360,7 +360,7 @@ def _parse_part(part: Any, folder: Path) -> tuple[str, Picture | None]:
 
 
 def _parse_images(fields: dict[str, Any], folder: Path) -> tuple[Picture, ...]:
-    """Parse the fields `images` and `videos`."""
+    """Parse the fields `images` and `videos` of a record to one tuple."""
     pictures: list[Picture] = []
     for name, parse in (("images", parse_images), ("videos", parse_videos)):
         try:

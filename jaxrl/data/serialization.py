@@ -33,8 +33,8 @@ RECOMPUTED_FIELDS = ("divergence", "windows", "custom_advantages")
 def serialize_trajectory(trajectory: Trajectory) -> dict[str, Any]:
     """Convert a trajectory to JSON values.
 
-    Arrays are encoded as base64 of their little-endian bytes. `RECOMPUTED_FIELDS` are omitted, as
-    are `attachments`, which `ImageProcessor.with_images` restores from the images.
+    Arrays are encoded as base64 of their little-endian bytes. `RECOMPUTED_FIELDS` are omitted. So
+    are `attachments`, because `ImageProcessor.with_images` restores them from the images.
     """
     names = [field.name for field in dataclasses.fields(trajectory)]
     omitted = (*RECOMPUTED_FIELDS, "attachments", "token_arrays")  # `token_arrays` is added below
@@ -46,7 +46,7 @@ def serialize_trajectory(trajectory: Trajectory) -> dict[str, Any]:
         saved = {"dtype": array.dtype.name, "shape": list(array.shape), "data": data}
         fields.setdefault("token_arrays", {})[name] = saved
     task = dataclasses.asdict(dataclasses.replace(trajectory.task, images=()))
-    task["images"] = list(map(_serialize_picture, trajectory.task.images))
+    task["images"] = list(map(_serialize_image, trajectory.task.images))
     if not task["environment"]:
         del task["environment"]
     return fields | {
@@ -75,7 +75,7 @@ def deserialize_trajectory(saved: Mapping[str, Any]) -> Trajectory:
     task = dict(fields["task"])
     task["answers"] = tuple(task["answers"])
     task["messages"] = None if task["messages"] is None else tuple(task["messages"])
-    task["images"] = _deserialize_pictures(task)
+    task["images"] = _deserialize_images(task)
     fields["task"] = Task(**task)
     fields["turns"] = tuple(map(_deserialize_turn, fields["turns"]))
     fields["reward_records"] = _deserialize_records(fields["reward_records"])
@@ -101,15 +101,15 @@ def _deserialize_turn(saved: Mapping[str, Any]) -> Turn:
     records = _deserialize_records(saved["records"])
     results = tuple(saved.get("results", ()))
     return Turn(
-        **{**saved, "records": records, "results": results, "images": _deserialize_pictures(saved)}
+        **{**saved, "records": records, "results": results, "images": _deserialize_images(saved)}
     )
 
 
 def serialize_turn(turn: Turn) -> dict[str, Any]:
-    """Convert a turn to JSON values. Omit rarely used fields that are empty."""
+    """Convert a turn to JSON values, without rarely used fields that are empty."""
     plain = dataclasses.asdict(dataclasses.replace(turn, images=()))
     rare = {
-        "images": list(map(_serialize_picture, turn.images)),
+        "images": list(map(_serialize_image, turn.images)),
         "is_cut": turn.is_cut,
         "results": list(turn.results),
     }
@@ -117,23 +117,23 @@ def serialize_turn(turn: Turn) -> dict[str, Any]:
     return always | {name: value for name, value in rare.items() if value}
 
 
-def _serialize_picture(picture: Picture) -> dict[str, Any]:
+def _serialize_image(picture: Picture) -> dict[str, Any]:
     """Convert an image to its path and digest, or to base64 bytes if it has no file."""
     if isinstance(picture, Video) and picture.frames:
-        return {"frames": list(map(_serialize_picture, picture.frames)), "fps": picture.fps}
+        return {"frames": list(map(_serialize_image, picture.frames)), "fps": picture.fps}
     kind = {"is_video": True} if isinstance(picture, Video) else {}
     if picture.path:
         return {"path": picture.path, "digest": picture.digest, **kind}
     return {"data": base64.b64encode(picture.data).decode("ascii"), **kind}
 
 
-def _deserialize_pictures(saved: Mapping[str, Any]) -> tuple[Picture, ...]:
-    return tuple(map(_deserialize_picture, saved.get("images", ())))
+def _deserialize_images(saved: Mapping[str, Any]) -> tuple[Picture, ...]:
+    return tuple(map(_deserialize_image, saved.get("images", ())))
 
 
-def _deserialize_picture(saved: Mapping[str, Any]) -> Picture:
+def _deserialize_image(saved: Mapping[str, Any]) -> Picture:
     if "frames" in saved:
-        return Video(frames=tuple(map(_deserialize_picture, saved["frames"])), fps=saved["fps"])
+        return Video(frames=tuple(map(_deserialize_image, saved["frames"])), fps=saved["fps"])
     file_type = Video if saved.get("is_video") else Picture
     if "data" in saved:
         return file_type(data=base64.b64decode(saved["data"]))

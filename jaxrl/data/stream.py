@@ -13,7 +13,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, kw_only=True)
 class Source(Generic[Item]):
-    """Items of one source, and its sampling weight in a mixture."""
+    """Items of one source, with the source's sampling weight in a mixture."""
 
     items: Sequence[Item]
     weight: float | Fraction = 1.0  # positive; relative to the weights of the other sources
@@ -47,9 +47,9 @@ class Mixture(Sequence[Item]):
 class Stream(Generic[Item]):
     """Endless stream of items, reshuffled every epoch.
 
-    The order depends only on the items and the seed, so the number of items taken so far is enough
-    to resume. In a mixture, the order in which sources alternate depends only on their weights, and
-    each source is shuffled separately.
+    The order depends only on the items and the seed, so a stream can resume from the number of
+    items taken so far. In a mixture, the order of sources depends only on their weights, and each
+    source is shuffled separately.
     """
 
     def __init__(self, items: Sequence[Item], *, seed: int):
@@ -84,7 +84,7 @@ class Stream(Generic[Item]):
         return [self._orders[source][index] for source, index in locations]
 
     def compute_metrics(self, position: int) -> dict[str, float]:
-        """Return the epochs and items taken of each source after `position` items of the mixture.
+        """Return the items and epochs taken from each source after `position` items of a mixture.
 
         Returns {} for a single source.
         """
@@ -101,8 +101,8 @@ class Stream(Generic[Item]):
 def count_items_by_source(shares: Sequence[int], position: int) -> list[int]:
     """Count the items of each source among a mixture's first `position` items.
 
-    The first source gets its share, rounded up. The other sources divide the rest in the same way.
-    The first two counts are within 1 of their exact shares; the n-th count is within n - 1.
+    The first source gets its share, rounded up; the remaining sources divide the rest in the same
+    way. The first two counts differ from their exact shares by at most 1; the n-th, by n - 1.
 
     Args:
         shares: Positive integer weight of each source.
@@ -117,7 +117,7 @@ def count_items_by_source(shares: Sequence[int], position: int) -> list[int]:
 
 
 def locate_item(shares: Sequence[int], position: int) -> tuple[int, int]:
-    """Return the source of the item at `position` of a mixture, and its index in the source."""
+    """Return the index of the source of a mixture's item, and the item's index in the source."""
     before, after = (
         count_items_by_source(shares, position),
         count_items_by_source(shares, position + 1),
@@ -128,7 +128,7 @@ def locate_item(shares: Sequence[int], position: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class FixedTasks(Generic[Item]):
-    """Fixed list of tasks with the interface of `Stream`, whose first stream index is `first`."""
+    """Fixed list of tasks with the interface of `Stream`. The first task has index `first`."""
 
     tasks: Sequence[Item]
     first: int
@@ -141,7 +141,7 @@ class FixedTasks(Generic[Item]):
     epoch_length = num_items
 
     def get_items(self, start: int, count: int) -> list[Item]:
-        """Return the tasks at `count` stream indices, from `start`."""
+        """Return `count` tasks, from stream index `start` on."""
         return [*self.tasks[start - self.first :][:count]]
 
     def compute_metrics(self, num_taken: int) -> dict[str, float]:

@@ -1,7 +1,7 @@
-"""Load, check and mix the task sources in the config.
+"""Loading, checking and mixing of the task sources in the config.
 
-A small source is parsed once and kept in memory. A large source is read once to check it, and then
-parsed on access.
+A small source is parsed once and kept in memory. A large source is read once for checks, and its
+tasks are parsed again on access.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def open_reader(source: TaskSource) -> Reader:
 
 
 class Tasks(Sequence[Task]):
-    """Tasks of one source, all checked when it is opened.
+    """Sequence of one source's tasks, all of which are checked when the source is opened.
 
     Tasks of a large source are not kept in memory; each access parses them again.
 
@@ -199,7 +199,7 @@ class Tasks(Sequence[Task]):
     """
 
     def __init__(self, source: TaskSource, show: Callable[[str], None] = lambda _: None):
-        """Open and check a source. For a large source, `show` displays the progress.
+        """Open and check a source. `show` displays the progress for a large source.
 
         Raises:
             FileNotFoundError, ValueError: The source cannot be read, or a record is malformed. The
@@ -214,7 +214,7 @@ class Tasks(Sequence[Task]):
         self._unseen_columns = {column for column, name in source.columns.items() if name}
         ids, questions, num_bytes = array("Q"), array("Q"), 0
         for block in split_range(len(self._reader), _BLOCK_SIZE):
-            for task in self._read(block):
+            for task in self._read_tasks(block):
                 num_bytes += sum(len(f.data) for image in task.images for f in image.files)
                 if num_bytes > MAX_CACHED_IMAGE_BYTES:
                     self._cached_tasks = None
@@ -237,17 +237,17 @@ class Tasks(Sequence[Task]):
         self.ids = np.frombuffer(ids, np.uint64)
         self.questions = np.frombuffer(questions, np.uint64).reshape(-1, 2)
 
-    def _read(self, indices: Sequence[int]) -> list[Task]:
-        """Read the tasks at `indices`. Convert any error to a UserCodeError."""
+    def _read_tasks(self, indices: Sequence[int]) -> list[Task]:
+        """Read the tasks at `indices`. Any failure raises a UserCodeError."""
         try:
             records = self._reader.read(indices)
-            return [self._parse(r, i) for r, i in zip(records, indices, strict=True)]
+            return [self._parse_record(r, i) for r, i in zip(records, indices, strict=True)]
         except (ValueError, OSError) as error:
             raise UserCodeError(str(error)) from error
         except Exception as error:  # a user-supplied reader may raise anything
             raise UserCodeError(f"{self.key}: {format_failure(error)}.") from error
 
-    def _parse(self, record: Record, index: int) -> Task:
+    def _parse_record(self, record: Record, index: int) -> Task:
         source, location = self._source, self._reader.location(index)
         if source.columns:
             self._unseen_columns -= record.keys()
@@ -275,14 +275,14 @@ class Tasks(Sequence[Task]):
             return [self[i] for i in range(*index.indices(len(self)))]
         if self._cached_tasks is not None:
             return self._cached_tasks[index]
-        return self._read([int(self._indices[index])])[0]
+        return self._read_tasks([int(self._indices[index])])[0]
 
     def __iter__(self) -> Iterator[Task]:
         if self._cached_tasks is not None:
             yield from self._cached_tasks
             return
         for block in split_range(len(self), _BLOCK_SIZE):
-            yield from self._read(self._indices[block.start : block.stop].tolist())
+            yield from self._read_tasks(self._indices[block.start : block.stop].tolist())
 
     def location(self, index: int) -> str:
         """Return the location `file:row` of a task."""
@@ -303,7 +303,7 @@ class Tasks(Sequence[Task]):
 def open_tasks(
     sources: Sequence[TaskSource], show: Callable[[str], None] = lambda _: None
 ) -> Mixture[Task]:
-    """Open and check all sources. Raise the errors of `Tasks` and `check_ids`."""
+    """Open and check all sources. Raises the errors of `Tasks` and `check_ids`."""
     opened = [Tasks(source, show) for source in sources]
     check_ids(opened)
     names = [source.name for source in sources]
@@ -319,17 +319,17 @@ def split_holdout(
 ) -> tuple[Mixture[Task], Mixture[Task]]:
     """Split tasks into training tasks and held-out tasks.
 
-    A hash of the seed and the question ranks the tasks. The split does not depend on the
-    order of files and tasks, and tasks with the same question stay together.
+    Tasks are ranked by a hash of the seed and the question. The split does not depend on the order
+    of files and tasks, and tasks with the same question stay together.
 
     Args:
         tasks: Tasks of all sources, opened by `open_tasks`.
-        holdout: Fraction of the tasks to hold out if below 1, otherwise the number of tasks. Ties
-            are held out too.
+        holdout: Fraction of the tasks to hold out if below 1, otherwise the number of tasks. Tasks
+            that tie with the last held-out task are also held out.
         seed: Random seed for the split.
 
     Raises:
-        ValueError: No task would be held out, or a source would have none to train on.
+        ValueError: No task would be held out, or a source would have no training tasks left.
     """
     questions = hash_questions(tasks)[:, 1]  # for a chat with a question, the hash of that
     ranks = np.array([_hash_text(f"{seed} {question}") for question in questions], np.uint64)
@@ -472,7 +472,7 @@ def _list_dedup_keys(task: Task) -> list[str]:
 
 
 def normalize_question(text: str) -> str:
-    """Normalize the case and whitespace of a question, and strip final punctuation."""
+    """Normalize a question's case and whitespace, and strip final punctuation."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split()).rstrip(" ?.")
 
 
@@ -484,8 +484,8 @@ def _hash_text(text: str) -> int:
 def list_task_files(sources: Sequence[TaskSource]) -> dict[str, tuple[list[Path], str]]:
     """Return the files of each source, keyed by names such as `tasks.train.sources/0`.
 
-    The second value is "" unless the source is an entry of `sources`. It then contains the entry's
-    other fields as JSON: only the path may change on resume without `--accept_changes`.
+    The second value is "" unless the source is an entry of `sources`. Then it is a JSON text of the
+    entry's other fields, because only the path may change on resume without `--accept_changes`.
     """
     by_key = {}
     for source in sources:

@@ -33,8 +33,8 @@ class Tokenizer:
         vocab_bytes: Bytes that each id decodes to; b"" for an unused id.
         num_tokens: Vocabulary size, at most the number of rows of the model's embedding.
         eos_ids: Ids that end the model's message, starting with the tokenizer's EOS id.
-        opener: Text that the chat template writes at the start of the model's message, and thus at
-            the end of every prompt; "" for most templates.
+        response_prefix: Text that the chat template writes at the start of the model's message,
+            and thus at the end of every prompt; "" for most templates.
         image_id: Id of the image token; None if the model does not support images.
         video_id: Id of the video token; None if the model does not support videos.
         now: Time passed to the chat template.
@@ -127,7 +127,7 @@ class Tokenizer:
                 f"the config.json in config.model.path has the image_token_id {image_id}; expected "
                 f"one that its chat template writes for an image: {written}. Fix config.json."
             )
-        self.opener = self._template.opener
+        self.response_prefix = self._template.response_prefix
         # Ids that message contents must never produce: the chat's control tokens, and image and
         # video tokens.
         self._chat_ids = {*special, *self.eos_ids, *self.encode(self._template.template_text)}
@@ -186,12 +186,12 @@ class Tokenizer:
                 **_read_image_token_ids(folder),
             )
 
-    def find_opener(self, tools: Sequence[Mapping[str, Any]]) -> str:
-        """Return the opener (see `Tokenizer`) of chats with these tools."""
-        return self._get_template(tools).opener
+    def get_response_prefix(self, tools: Sequence[Mapping[str, Any]]) -> str:
+        """Return the `response_prefix` of chats with these tools."""
+        return self._get_template(tools).response_prefix
 
     def encode(self, text: str) -> list[int]:
-        """Encode `text`. Special tokens in it are parsed, but no BOS or EOS token is added."""
+        """Encode text, parsing special tokens in it. No BOS or EOS token is added."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_plain(self, text: str) -> list[int]:
@@ -202,8 +202,9 @@ class Tokenizer:
         """Return the first `max_tokens` ids of `encode_plain(text)` without encoding all of it.
 
         Only the last ids of a prefix depend on the text after it, because BPE merges within short
-        pieces of text. An extra `_SLACK_TOKENS` tokens are encoded and then dropped. The result may
-        differ for thousands of combining marks on one letter if the tokenizer normalizes text.
+        pieces of text. Therefore, `_SLACK_TOKENS` more tokens are encoded and then dropped. With a
+        tokenizer that normalizes text, the result may differ if a letter has thousands of combining
+        marks.
         """
         num_characters = self._longest_token * (max_tokens + _SLACK_TOKENS)
         return self.encode_plain(text[:num_characters])[:max_tokens]
@@ -237,7 +238,7 @@ class Tokenizer:
         """
         pieces = self._get_template(tools).render(
             messages,
-            tags=sorted({*map(_find_tag, image_tokens)}),
+            tags=sorted({*map(_get_placeholder, image_tokens)}),
             has_default_system=has_default_system,
         )
         if num_skipped:
@@ -267,10 +268,10 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
         image_tokens: Sequence[Sequence[int]] = (),
     ) -> tuple[list[int], str]:
-        """Render tool results with the chat template; return their ids and their text.
+        """Render tool results with the chat template; return their ids and text.
 
-        They start after the EOS id of the model's message and end at the start of its next message.
-        Added tokens inside results are not parsed.
+        The rendering starts after the EOS id of the model's message and ends at the start of its
+        next message. Added tokens inside results are not parsed.
 
         Raises:
             ValueError: The template does not support tool results, or ends messages with a token
@@ -278,7 +279,7 @@ class Tokenizer:
         """
         image_counts = image_tokens or [()] * len(results)
         first, *others = self._get_template(tools).render_tool_turn(
-            [[*map(_find_tag, counts)] for counts in image_counts]
+            [[*map(_get_placeholder, counts)] for counts in image_counts]
         )
         end = self.decode(self.encode(first)[:1])
         if self.encode(first)[0] not in self.eos_ids:
@@ -316,7 +317,7 @@ class Tokenizer:
         ]
 
     def _repeat_token(self, id: int, count: int) -> list[int]:
-        """Repeat a placeholder; if `count` has times (Qwen3-VL), insert the time of each frame."""
+        """Repeat a placeholder. If `count` has timestamps (Qwen3-VL), insert one per frame."""
         times = count.times if isinstance(count, VideoTokens) else ()
         if not times:
             return [id] * count
@@ -336,7 +337,7 @@ class Tokenizer:
     def _make_template(
         self, tools: Sequence[Mapping[str, Any]], template: str | None = None
     ) -> ChatTemplate:
-        """Create the chat template for these tools, from `template` or the model's default."""
+        """Create the `ChatTemplate` for these tools from `template`, by default the model's."""
         tool_arguments = {"tools": [dict(tool) for tool in tools]} if tools else {}
         if template is None and self._hf_tokenizer.chat_template:
             template = self._hf_tokenizer.get_chat_template(tools=[*tools] or None)
@@ -412,7 +413,7 @@ class Tokenizer:
 
     @property
     def unlisted_end_token(self) -> str:
-        """Added token that the template writes after messages but `eos_ids` lacks; "" if none."""
+        """Added token after messages in the template that is not in `eos_ids`; "" if none."""
         ids = self.encode(self._template.message_end.strip())[:1]
         is_unlisted = bool(ids) and ids[0] in self._added_ids and ids[0] not in self.eos_ids
         return self.decode(ids) if is_unlisted else ""
@@ -422,12 +423,12 @@ class Tokenizer:
         return b"".join(self.vocab_bytes[id] for id in ids).decode("utf-8", errors="replace")
 
 
-def _find_tag(num_tokens: int) -> str:
+def _get_placeholder(num_tokens: int) -> str:
     return VIDEO_TAG if isinstance(num_tokens, VideoTokens) else IMAGE_TAG
 
 
 def _list_templates(hf_tokenizer: Any) -> list[str]:
-    """Return the default chat template, and the one for chats with tools if it differs."""
+    """Return the default chat template, and the template for chats with tools if it differs."""
     if not hf_tokenizer.chat_template:
         return []
     default, for_tools = hf_tokenizer.get_chat_template(), hf_tokenizer.get_chat_template(tools=[])
@@ -494,7 +495,7 @@ def _read_generation_eos_ids(folder: Path) -> list[int]:
 
 
 def decode_vocab(spec: dict[str, Any]) -> list[bytes]:
-    """Return the bytes that each id decodes to, from the contents of a tokenizer.json.
+    """Return the bytes that each id decodes to, given the contents of a `tokenizer.json`.
 
     Raises:
         ValueError: The tokenizer is not byte-level BPE, or has an id of at least `MAX_IDS`.

@@ -164,7 +164,7 @@ def encode_demonstration(
     num_sampled = 0  # length of the turn before an observation
 
     # The chat template may write the beginning of an assistant message after a prompt or results.
-    opener = tokenizer.find_opener(chat_tools)
+    opener = tokenizer.get_response_prefix(chat_tools)
     turns = [
         _strip_template_prefix(opener, turn, location)
         if index == 0 or (protocol.in_template and turn["role"] == "assistant")
@@ -294,7 +294,8 @@ def _flatten_message(
             f"protocol {protocol.name!r} does not render; expected all text in the content, as the "
             "model should write it. Move it there, or remove the field."
         )
-    opener, text = tokenizer.find_opener(chat_tools), tokenizer.render_turn(message, chat_tools)
+    opener = tokenizer.get_response_prefix(chat_tools)
+    text = tokenizer.render_turn(message, chat_tools)
     return {"role": message["role"], "content": text.removeprefix(opener)}
 
 

@@ -140,7 +140,9 @@ class BaseRollout:
         self._envs = env if isinstance(env, Mapping) else {"": env}
         self._tools = {name: getattr(env, "chat_tools", ()) for name, env in self._envs.items()}
         self._tokenizer = tokenizer
-        self._openers = {name: tokenizer.find_opener(tools) for name, tools in self._tools.items()}
+        self._openers = {
+            name: tokenizer.get_response_prefix(tools) for name, tools in self._tools.items()
+        }
         self._limits = limits
         self._schedule = schedule or ReplySchedule()
         self._reward_fn = reward_fn or (

@@ -123,10 +123,13 @@ def test_a_dropped_message_is_refused():
 def test_arguments_reach_the_template():
     switched = tokenizer_of(FORGETS_THOUGHTS, template_arguments={"enable_thinking": False})
     assert rendered(switched, QUESTION).endswith("assistant\n<think>\n\n</think>\n\n")
-    assert switched.opener == "<think>\n\n</think>\n\n"
-    assert tokenizer_of(THINKS).opener == "<think>\n"
-    assert tokenizer_of(FORGETS_THOUGHTS).opener == ""
-    assert tokenizer_of(FORGETS_THOUGHTS, template_arguments={"enable_thinking": True}).opener == ""
+    assert switched.response_prefix == "<think>\n\n</think>\n\n"
+    assert tokenizer_of(THINKS).response_prefix == "<think>\n"
+    assert tokenizer_of(FORGETS_THOUGHTS).response_prefix == ""
+    assert (
+        tokenizer_of(FORGETS_THOUGHTS, template_arguments={"enable_thinking": True}).response_prefix
+        == ""
+    )
 
 
 def test_arguments_that_no_template_reads_are_refused():

@@ -306,7 +306,7 @@ def test_markers_of_the_tool_template_cannot_be_forged(tmp_path):
     [id] = tokenizer.encode("<tool_use>")
     ids = tokenizer.render_prompt([{"role": "user", "content": "a<tool_use>b"}], TOOLS)
     assert ids.count(id) == 2
-    assert (tokenizer.opener, tokenizer.find_opener(TOOLS)) == ("", "<think>")
+    assert (tokenizer.response_prefix, tokenizer.get_response_prefix(TOOLS)) == ("", "<think>")
 
 
 DATED = (

@@ -53,7 +53,7 @@ class Reader(ABC):
 
     @abstractmethod
     def location(self, index: int) -> str:
-        """Return the location `file:row` of a record, which is also its default id."""
+        """Return the location `file:row` of a record. The location is also its default id."""
 
     def folder(self, index: int) -> Path:
         """Return the base folder for relative paths in a record, by default its file's folder."""
@@ -72,7 +72,7 @@ class ConcatReader(Reader):
         return int(self._ends[-1])
 
     def _locate(self, index: int) -> tuple[int, int]:
-        """Return the index of the reader that contains a record, and the index in that reader."""
+        """Return the index of a record's reader, and the record's index in that reader."""
         reader_index = bisect.bisect_right(self._ends, index)
         return reader_index, index - (self._ends[reader_index - 1] if reader_index else 0)
 
@@ -131,12 +131,12 @@ class SequenceReader(Reader):
         return str(get_location(index)) if get_location else f"{self._name}:{index + 1}"
 
     def folder(self, index: int) -> Path:
-        """See `Reader`. Return the working directory if the sequence has no `location` method."""
+        """See `Reader`. Without a `location` method, return the working directory."""
         return super().folder(index) if hasattr(self._records, "location") else Path()
 
 
 class UnchangedFile:
-    """An open file that must not change while it is read, but may be renamed or removed."""
+    """Open file that may be renamed or removed, but must not be modified while it is read."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -193,7 +193,7 @@ def find_files(source: str, suffixes: Sequence[str]) -> list[Path]:
 
 
 def to_record(fields: Mapping[str, Any], location: str) -> Record:
-    """Convert a row to a record: non-null fields as JSON values. See `to_json_value`.
+    """Convert a row to a record: JSON values without null fields. See `to_json_value`.
 
     Raises:
         ValueError: A value cannot be represented in JSON. The message names the field and

@@ -16,7 +16,7 @@ from jaxrl.utils.jsonl import parse_line, reject_other_formats
 
 
 def open_jsonl(source: str, config_key: str) -> Reader:
-    """Open JSONL files: one JSON object per line. Blank lines are skipped."""
+    """Open JSONL files, which have one JSON object per line. Blank lines are skipped."""
     return open_files(
         lambda path: _JsonlReader(path, config_key),
         source,
@@ -27,7 +27,7 @@ def open_jsonl(source: str, config_key: str) -> Reader:
 
 
 class _JsonlReader(Reader):
-    """Reader for a JSONL file, with the byte offset of each record from an initial pass."""
+    """Reader for a JSONL file. An initial pass finds the byte offset of each record."""
 
     def __init__(self, path: Path, config_key: str):
         self._source = UnchangedFile(path)
@@ -75,14 +75,14 @@ def open_csv(
     """Open CSV or TSV files with a header line.
 
     A cell with a JSON list of strings becomes a list. The columns in `JSON_COLUMNS` may contain any
-    JSON or Python literal, as pandas writes it. `_parse_answers` parses columns of answers. Empty
-    cells and columns without a name, such as the row numbers that pandas writes, are skipped.
+    JSON value, or any Python literal as pandas writes it. `_parse_answers` parses columns of
+    answers. Empty cells are skipped, as are columns without a name, such as pandas' row numbers.
 
     Args:
         source: Path of a file, a pattern, or a folder with .csv and .tsv files.
         config_key: Config key of the source.
-        columns: Field name by column name, for columns to rename.
-        delimiter: Single character; "" for a tab in .tsv files and a comma in others.
+        columns: New name of each renamed column, by old name.
+        delimiter: Single character; "" for a tab in .tsv files and a comma in other files.
     """
     if not isinstance(delimiter, str) or len(delimiter) > 1:
         raise ValueError(f"{config_key}: the delimiter is {delimiter!r}; expected one character.")
@@ -104,7 +104,7 @@ csv.field_size_limit(2**30)  # a cell may contain a complete document
 
 
 class _CsvReader(Reader):
-    """Reader for a CSV file, whose rows are kept in memory as text."""
+    """Reader for a CSV file that keeps all rows in memory as text."""
 
     def __init__(self, path: Path, config_key: str, delimiter: str, columns: Mapping[str, str]):
         self._path, self._columns = path, columns
@@ -157,7 +157,7 @@ class _CsvReader(Reader):
 
 
 def _parse_cell(field: str, cell: str, location: str) -> object:
-    """Parse a cell: JSON or answers for some fields, otherwise a list of strings or text."""
+    """Parse a cell as JSON or answers in some fields, otherwise as a list of strings or text."""
     if field in JSON_COLUMNS and cell.lstrip()[:1] in ("{", "["):
         return _parse_literal(cell, f"{location}: {field!r}")
     if field in ANSWER_KEYS:
@@ -173,7 +173,7 @@ def _parse_cell(field: str, cell: str, location: str) -> object:
 
 
 def _parse_literal(cell: str, location: str) -> Any:
-    """Parse JSON, or a Python literal that is identical to the `repr` of its value.
+    """Parse JSON, or a Python literal that equals the `repr` of its value.
 
     Other literals are ambiguous: NumPy prints an array of two strings as `['x' 'y']`, which Python
     parses as a list of one string.
