@@ -101,20 +101,20 @@ def check_rules(c: ResolvedConfig, *, needs_data: bool = True) -> None:
 
 def _raise_first_finding(c: ResolvedConfig, *findings: Iterable[Finding]) -> None:
     for key, expected in itertools.chain(*findings):
-        reject_value(key, _get_value(c, key), expected)
+        reject_value(key, _read_key(c, key), expected)
 
 
 def list_warnings(c: ResolvedConfig) -> list[str]:
     """Return a warning for each unusual setting, with its value and the recommended value."""
     warnings = [
-        f"warning: config.{key} is {_get_value(environment, key)!r}; the usual value is {usual}"
+        f"warning: config.{key} is {_read_key(environment, key)!r}; the usual value is {usual}"
         for environment in c.environments.values()
         for key, usual in _find_unusual_settings(environment)
     ]
     return [*dict.fromkeys(warnings)]
 
 
-def _get_value(c: ResolvedConfig, key: str) -> Any:
+def _read_key(c: ResolvedConfig, key: str) -> Any:
     value = attrgetter(key)(c.config)
     return value.to_dict() if isinstance(value, ConfigDict) else value
 
@@ -209,7 +209,7 @@ def _find_unused_keys(c: ResolvedConfig) -> Iterator[Finding]:
     ):
         for key in keys.split():
             default = KEYS[key].default
-            if not is_read and _get_value(c, key) != default:
+            if not is_read and _read_key(c, key) != default:
                 yield key, f"{default!r} unless {condition}, since the key has no effect"
 
 
@@ -410,7 +410,7 @@ def _find_suite_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
         # A custom engine may have a corpus.
         has_corpus |= each.has_search and (is_dotted_path(engine) or engine in CORPUS_SECTIONS)
     for key, stage in (("eval.suites", "train"), ("eval.final_suites", "evaluate")):
-        suites = _get_value(c, key) if stage in c.stages else ()
+        suites = _read_key(c, key) if stage in c.stages else ()
         if "empty_search" in suites and not has_engine:
             yield key, "suites without empty_search if there is no search"
         if "random_search" in suites and not has_corpus:
@@ -440,7 +440,7 @@ def _find_environment_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
     if kl.controller == "budget":
         yield "kl.controller", f"another controller {reason}"
     for key, default in (("kl.low_factor", 1.0), ("kl.second_chance", False)):
-        if _get_value(c, key) != default:
+        if _read_key(c, key) != default:
             yield key, f"{default} {reason}"
     if has_stage_gate(shaping):
         yield "shaping.stage_level", "False with environments: one accuracy ends the early stage"
@@ -533,7 +533,7 @@ def _find_missing_values(c: ResolvedConfig, *, needs_data: bool) -> Iterator[Fin
     for name, key in KEYS.items():
         section, _, last = name.rpartition(".")
         is_read = section in sections and (needs_data or last != "corpus")
-        if key.required and is_read and not _get_value(c, name):
+        if key.required and is_read and not _read_key(c, name):
             yield name, key.required
 
 

@@ -98,9 +98,9 @@ def add_environment_to_errors(name: str) -> Iterator[None]:
 def _qualify_keys(text: str, name: str) -> str:
     """Replace the config keys in a message with full keys, such as `environments.<name>.<key>`."""
 
-    def rename(match: re.Match[str]) -> str:
+    def qualify_key(match: re.Match[str]) -> str:
         section = f"config.environments.{name}." if is_environment_key(match[1]) else "config."
         return section + match[1]
 
-    renamed = re.sub(r"\bconfig\.(?!environments\b)([a-z_0-9.]*[a-z_0-9])", rename, text)
+    renamed = re.sub(r"\bconfig\.(?!environments\b)([a-z_0-9.]*[a-z_0-9])", qualify_key, text)
     return renamed if "config." in renamed else f"config.environments.{name}: {text}"

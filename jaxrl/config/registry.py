@@ -221,16 +221,20 @@ def resolve_entry_points(config: ConfigDict) -> None:
     """
     for key, entry in KEYS.items():
         if entry.group and key not in REWARD_KEYS:
-            _replace_names(config, key, entry.group, set())
+            _replace_entry_point_names(config, key, entry.group, set())
 
 
 def resolve_reward_entry_points(config: ConfigDict, environment_parts: Iterable[str]) -> None:
     """Replace entry-point names of rewards, except names of the environment's reward parts."""
     for key in REWARD_KEYS:
-        _replace_names(config, key, KEYS["reward.weights"].group, set(environment_parts))
+        _replace_entry_point_names(
+            config, key, KEYS["reward.weights"].group, set(environment_parts)
+        )
 
 
-def _replace_names(config: ConfigDict, key: str, group: str, reserved: set[str]) -> None:
+def _replace_entry_point_names(
+    config: ConfigDict, key: str, group: str, reserved: set[str]
+) -> None:
     section, _, last = key.rpartition(".")
     parent: Any = attrgetter(section)(config)
     renamed = _replace_entry_points(key, group, parent[last], reserved)

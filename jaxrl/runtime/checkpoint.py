@@ -269,7 +269,7 @@ class Checkpointer:
         step, damaged = distributed.broadcast((step, damaged))
         if damaged and step is None:
             raise CheckpointError(
-                f"{_describe_unreadable(self._folder, damaged)} Restore one from a copy, or name "
+                f"{_describe_all_damaged(self._folder, damaged)} Restore one from a copy, or name "
                 "another --workdir to start over."
             )
         if damaged:
@@ -321,7 +321,7 @@ def find_undamaged_step(
     return None, damaged
 
 
-def _describe_unreadable(folder: Path, damaged: Iterable[tuple[int, str]]) -> str:
+def _describe_all_damaged(folder: Path, damaged: Iterable[tuple[int, str]]) -> str:
     reasons = "; ".join(f"checkpoint {step}: {damage}" for step, damage in damaged)
     return f"no checkpoint in {folder} can be read: {reasons or 'there is none'}."
 
@@ -373,7 +373,7 @@ def restore_params(folder: Path, target: Params, step: int | None = None) -> tup
     steps = sorted(list_steps(folder), reverse=True) if step is None else [step]
     step, damaged = find_undamaged_step(folder, steps)
     if step is None:
-        raise CheckpointError(_describe_unreadable(folder, damaged))
+        raise CheckpointError(_describe_all_damaged(folder, damaged))
     with ocp.StandardCheckpointer() as checkpointer:
         return step, checkpointer.restore(folder.absolute() / str(step) / "params", target)
 

@@ -59,7 +59,7 @@ def compile_all(
     """
     results: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
-    def run(compile_fn: Callable[[], None]) -> None:
+    def run_compile_fn(compile_fn: Callable[[], None]) -> None:
         try:
             compile_fn()
         except BaseException as error:  # raised again in the waiting thread
@@ -70,7 +70,7 @@ def compile_all(
     _threads[:] = [thread for thread in _threads if thread.is_alive()]
     for compile_fn in compile_fns:
         # Daemon threads: the interpreter must not wait for them before `is_compiling` is checked.
-        _threads.append(threading.Thread(target=run, args=(compile_fn,), daemon=True))
+        _threads.append(threading.Thread(target=run_compile_fn, args=(compile_fn,), daemon=True))
         _threads[-1].start()
     count = 0
     while count < len(compile_fns):

@@ -118,14 +118,14 @@ class Monitor:
     def _start_reader(self, index: int, read: Callable[[], bytes]) -> None:
         """Start a thread that turns the messages from `read` into events."""
 
-        def run() -> None:
+        def read_events() -> None:
             with contextlib.suppress(OSError, EOFError, ValueError, TypeError, RecursionError):
                 while data := read():
                     self._events.put((index, dict(json.loads(data))))
             self._events.put((index, None))
 
         self._last_received_at[index] = time.monotonic()
-        threading.Thread(target=run, daemon=True).start()
+        threading.Thread(target=read_events, daemon=True).start()
 
     def _join_hub(self) -> None:
         settings = self._settings

@@ -75,7 +75,7 @@ def stop_on_signals(
     read_fd, write_fd = os.pipe()
     os.set_blocking(write_fd, False)
 
-    def listen() -> None:
+    def wait_for_signals() -> None:
         while received := os.read(read_fd, 1):
             if received[0] not in numbers:
                 continue
@@ -93,7 +93,7 @@ def stop_on_signals(
 
     old_handlers = {number: signal.signal(number, lambda *_: None) for number in numbers}
     wakeup = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
-    thread = threading.Thread(target=listen, daemon=True, name="signals")
+    thread = threading.Thread(target=wait_for_signals, daemon=True, name="signals")
     thread.start()
     try:
         yield stop_requested.is_set

@@ -82,11 +82,11 @@ class ThreadPool:
         """Run `work` in an idle or new thread, and return its future."""
         future: Future[Result] = Future()
         with self._lock:
-            _, calls = self._idle.pop() if self._idle else self._new_thread()
+            _, calls = self._idle.pop() if self._idle else self._start_thread()
         calls.put((future, work))
         return future
 
-    def _new_thread(self) -> tuple[threading.Thread, queue.SimpleQueue[Any]]:
+    def _start_thread(self) -> tuple[threading.Thread, queue.SimpleQueue[Any]]:
         calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
         def work_from_queue() -> None:
@@ -144,11 +144,11 @@ def call_once(make: Callable[[], Result]) -> Callable[[], Result]:
     """Wrap `make` to run only once, even if threads call it concurrently, and cache its result."""
     lock, cached = threading.Lock(), functools.cache(make)
 
-    def locked() -> Result:
+    def make_once() -> Result:
         with lock:
             return cached()
 
-    return locked
+    return make_once
 
 
 def start_event_loop(name: str) -> asyncio.AbstractEventLoop:
@@ -183,7 +183,7 @@ def run_with_deadline(deadline_s: float, coroutine: Coroutine[Any, Any, Result])
             keeps running.
     """
 
-    async def timed() -> Result:
+    async def run_with_timeout() -> Result:
         try:
             async with asyncio.timeout(deadline_s) as limit:
                 return await coroutine
@@ -193,7 +193,8 @@ def run_with_deadline(deadline_s: float, coroutine: Coroutine[Any, Any, Result])
             raise
 
     return _wait_for_result(
-        asyncio.run_coroutine_threadsafe(timed(), get_event_loop()), deadline_s + _CANCEL_TIMEOUT_S
+        asyncio.run_coroutine_threadsafe(run_with_timeout(), get_event_loop()),
+        deadline_s + _CANCEL_TIMEOUT_S,
     )
 
 

@@ -102,7 +102,7 @@ class JsonClient:
             return redact(parse_json(body, "the response"))
         except ValueError as error:
             problem = f"{len(body)} bytes that are not JSON ({format_error(error)})"
-            return self._make_error(request, f"gives {problem}: {_format_body(body)}")
+            return self._make_tool_error(request, f"gives {problem}: {_format_body(body)}")
 
     async def _fetch(self, request: HttpRequest) -> bytes | ToolError:
         limit_s = self._bounds.timeout_s
@@ -113,9 +113,11 @@ class JsonClient:
             except ToolError as error:
                 return error
             except TimeoutError:
-                return self._make_error(request, f"gave no complete response within {limit_s:g} s")
+                return self._make_tool_error(
+                    request, f"gave no complete response within {limit_s:g} s"
+                )
             except Exception as error:  # network, protocol or address
-                return self._make_error(request, f"failed: {format_error(error)}")
+                return self._make_tool_error(request, f"failed: {format_error(error)}")
 
     async def _send(self, request: HttpRequest) -> bytes:
         """Send a request and return the body of the response.
@@ -136,13 +138,13 @@ class JsonClient:
                 body += chunk
                 if len(body) > self._bounds.max_mib * 2**20:
                     text = f"responds with more than {self._bounds.max_mib:g} MiB"
-                    raise self._make_error(request, text)
+                    raise self._make_tool_error(request, text)
             if response.is_success:
                 return bytes(body)
             status, location = response.status_code, response.headers.get("location")
             # Redact first, since dropping the parameters could split a secret.
             redirect = f", redirecting to {redact_url(redact(location))}" if location else ""
-            raise self._make_error(
+            raise self._make_tool_error(
                 request,
                 f"responds with status {status}{redirect}: {_format_body(body)}",
                 retry_after_s=_parse_retry_after_s(response.headers),
@@ -150,7 +152,7 @@ class JsonClient:
                 status=status,
             )
 
-    def _make_error(self, request: HttpRequest, text: str, **fields: Any) -> ToolError:
+    def _make_tool_error(self, request: HttpRequest, text: str, **fields: Any) -> ToolError:
         return ToolError(redact(f"{redact_url(request.url)} {text}"), **fields)
 
 

@@ -243,6 +243,7 @@ class RewardCombiner:
     def _get_result(
         self, call: _GroupCall, future: Future[Any]
     ) -> list[RewardPartResult] | BaseException:
+        """Return the results of a call, or its error; a call that has not finished is canceled."""
         try:
             if not future.done():
                 future.cancel()

@@ -92,7 +92,8 @@ class HttpRetriever(DocumentSearch):
             list(b) for b in split_batches(list(map(fix_surrogates, queries)), self._batch_size)
         ]
         requests = [
-            HttpRequest(url=self._url, body=self._make_body(group, topk)) for group in groups
+            HttpRequest(url=self._url, body=self._make_request_body(group, topk))
+            for group in groups
         ]
         results: list[list[Hit] | ToolError] = []
         for group, response in zip(groups, self._client.send_all(requests), strict=True):
@@ -102,12 +103,12 @@ class HttpRetriever(DocumentSearch):
             try:
                 parts = split_response(response, self._protocol, len(group))
             except ValueError as error:
-                results += [self._make_error(error)] * len(group)
+                results += [self._make_tool_error(error)] * len(group)
                 continue
             results += [self._parse_result(part, topk) for part in parts]
         return results
 
-    def _make_body(self, queries: list[str], topk: int) -> dict[str, Any]:
+    def _make_request_body(self, queries: list[str], topk: int) -> dict[str, Any]:
         # Always request scores: Search-R1's published server fails otherwise.
         if self._protocol == "search_r1":
             return {"queries": queries, "topk": topk, "return_scores": True}
@@ -118,9 +119,9 @@ class HttpRetriever(DocumentSearch):
         try:
             return parse_hits(result, self._hit_parser)[:topk]
         except ValueError as error:
-            return self._make_error(error)
+            return self._make_tool_error(error)
 
-    def _make_error(self, error: ValueError) -> ToolError:
+    def _make_tool_error(self, error: ValueError) -> ToolError:
         return ToolError(f"{redact_url(self._url)} gives {error}")
 
 
