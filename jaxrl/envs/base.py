@@ -267,8 +267,8 @@ class Env(Protocol):
         """Return the reply to each episode's new turn `texts[i]`, which is not yet in `turns`.
 
         Each text ends with a stop string, unless the model ended its turn. Several threads may call
-        this method, and it must not modify the episodes. If it raises, each episode is retried
-        alone.
+        this method, and it must not modify the episodes. If it raises, it is called again for each
+        episode separately.
         """
 
     def score(self, group: Sequence[Episode]) -> list[Reward]:

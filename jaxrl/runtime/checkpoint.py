@@ -406,7 +406,7 @@ def read_score(folder: Path) -> float | None:
 
 
 def find_damage(folder: Path, step: int) -> str | None:
-    """Describe the first file that does not match a checkpoint's manifest; None if all match."""
+    """Return a description of the first file that does not match the manifest; None if all do."""
     try:
         content = read_object(folder / MANIFEST)
     except (OSError, ValueError):
