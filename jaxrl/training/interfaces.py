@@ -36,7 +36,7 @@ class CheckpointManager(Protocol):
     def restore_best(self, state: TrainState) -> tuple[int, TrainState]:
         """Restore the checkpoint with the highest value; return its step and state."""
 
-    def scores(self) -> dict[int, float | None]:
+    def read_scores(self) -> dict[int, float | None]:
         """Return the evaluation score of each saved checkpoint, keyed by step."""
 
     def wait(self) -> None:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrl.builders.components import build_model, export, read_model_and_tokenizer
+from jaxrl.builders.components import build_model, export_model, read_model_and_tokenizer
 from jaxrl.builders.method import build_policy_architecture
 from jaxrl.builders.saved_run import (
     fit_config_to_host,
@@ -85,7 +85,7 @@ def export_run(run: Path, out: Path | None, display: Display, *, step: int | Non
         model = build_model(resolved, mesh, policy, tokenizer)
         params, source = load_weights(model, config, run, None, display, step=step)
         display.log(f"weights: {source}")
-        export(model, config.model.path, params, folder)
+        export_model(model, config.model.path, params, folder)
     return folder
 
 
