@@ -112,7 +112,7 @@ class Steps:
         method = self._method = build_method(config)
         policy = make_model(model, work, mesh)
         self._shape = compute_batch_shape(
-            config, "train", policy.shards_with_prompts, policy.num_pieces
+            config, "train", policy.num_prompt_shards, policy.num_pieces
         )
         optimizer = make_optimizer(method.optimizer)
         self._update = UpdateStep(policy, make_policy_loss(method), optimizer)

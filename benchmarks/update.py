@@ -114,7 +114,7 @@ def simulate_padding(work: Work, num_shards: int = 1) -> dict[str, float]:
             num_sequences,
             micro_rows=work.micro_rows,
             row_tokens=work.row_tokens,
-            shards_with_prompts=num_shards * work.shares_prompts,
+            num_prompt_shards=num_shards * work.shares_prompts,
         )
 
     shape, paddings, counts = make_shape(), [], []
@@ -167,7 +167,7 @@ def make_batch(sequences: Sequence[Demonstration], work: Work, num_shards: int =
         len(sequences),
         micro_rows=work.micro_rows,
         row_tokens=work.row_tokens,
-        shards_with_prompts=num_shards if work.shares_prompts else 0,
+        num_prompt_shards=num_shards if work.shares_prompts else 0,
     )
     advantages = np.random.default_rng(1).normal(size=len(sequences)).astype(np.float32)
     weights = token_weights([item.loss_mask for item in sequences], token_mean)

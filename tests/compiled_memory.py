@@ -204,7 +204,7 @@ def abstract_batch(config: ResolvedConfig, policy: Model) -> Batch:
 def shape_of(config: ResolvedConfig, policy: Model) -> BatchShape:
     """Return the shape of the mini-batches of the train stage."""
     return compute_batch_shape(
-        config, "train", policy.shards_with_prompts, policy.num_pieces, policy.architecture
+        config, "train", policy.num_prompt_shards, policy.num_pieces, policy.architecture
     )
 
 
@@ -214,9 +214,9 @@ def abstract_patches(config: ResolvedConfig, policy: Model) -> Any:
     if tower is None:
         return None
     shards = sharding.count_batch_shards(policy.mesh)
-    whole = (shards, shape.micro_rows // shards * shape.row_units * tower.patches_per_token)
+    whole = (shards, shape.micro_rows // shards * shape.row_units * tower.num_patches_per_token)
     arrays = {
-        "patches": jax.ShapeDtypeStruct((*whole, tower.patch_values), policy.dtype),
+        "patches": jax.ShapeDtypeStruct((*whole, tower.num_values_per_patch), policy.dtype),
         "coords": jax.ShapeDtypeStruct((*whole, tower.num_coords), jnp.int32),
     }
     return like(arrays, jax.tree.map(lambda _: sharding.piece_sharding(policy.mesh), arrays))

@@ -260,7 +260,7 @@ class TestProcessor:
         blank = BlankProcessor(processor)
         assert blank.num_tokens(picture) == processor.num_tokens(picture)
         assert blank(picture).grid == processor(picture).grid
-        assert blank(picture).patches.shape[1] == blank.patch_values == 3 * 2 * 4**2
+        assert blank(picture).patches.shape[1] == blank.num_values_per_patch == 3 * 2 * 4**2
         assert not blank(picture).patches.any()
         assert processor(picture).patches.any()
 

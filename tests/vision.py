@@ -36,14 +36,16 @@ def aux_arrays_of(config, rows, images_of_rows, *, num_patches=None):
     collated = [config.tower.collate(images) for images in images_of_rows]
     P = num_patches or max(4, *(len(image.patches) for image in collated))
     T = len(rows[0])
-    patches = np.zeros((len(rows), P, config.tower.patch_values), np.float32)
+    patches = np.zeros((len(rows), P, config.tower.num_values_per_patch), np.float32)
     coords = np.zeros((len(rows), P, 4), np.int32)
     positions, of_units = np.zeros((len(rows), T, 3), np.int32), np.full((len(rows), T), -1)
     for index, (ids, images, row) in enumerate(zip(rows, images_of_rows, collated, strict=True)):
         patches[index, : len(row.patches)] = row.patches
         coords[index, : len(row.coords)] = row.coords
         positions[index] = config.tower.compute_positions(ids, images)
-        for run, units in zip(config.tower.find_token_runs(ids, images), row.units, strict=True):
+        for run, units in zip(
+            config.tower.find_attachment_tokens(ids, images), row.units, strict=True
+        ):
             of_units[index, run] = units
     return AuxArrays(
         inputs={

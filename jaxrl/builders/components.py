@@ -334,8 +334,8 @@ def build_image_processor(
     if tokenizer.image_id is None or model.tower is None:
         return None
     processor: Any = pkgutil.resolve_name(PROCESSOR)(c.model.path, **c.get("images", {}))
-    patches = processor.patch_values, processor.patches_per_token
-    expected = model.tower.patch_values, model.tower.patches_per_token
+    patches = processor.num_values_per_patch, processor.num_patches_per_token
+    expected = model.tower.num_values_per_patch, model.tower.num_patches_per_token
     if patches != expected:
         raise ValueError(
             f"preprocessor_config.json in {c.model.path!r} makes patches of {patches[0]} values, "
@@ -560,7 +560,7 @@ def build_stages(
         probe_schedule(settings)
         optimizer, is_train = make_optimizer(settings), name == "train"
         shape = compute_batch_shape(
-            c, name, model.shards_with_prompts, model.num_pieces, model.architecture
+            c, name, model.num_prompt_shards, model.num_pieces, model.architecture
         )
         platform = model.mesh.devices.flat[0].platform
         stages[name] = Stage(

@@ -100,7 +100,7 @@ def build_optimizer_settings(c: ResolvedConfig, stage: str) -> OptimizerSettings
 def compute_batch_shape(
     c: ResolvedConfig,
     stage: str,
-    shards_with_prompts: int = 0,
+    num_prompt_shards: int = 0,
     num_pieces: int = 1,
     model: Architecture | None = None,
 ) -> BatchShape:
@@ -119,7 +119,7 @@ def compute_batch_shape(
         num_sequences,
         micro_rows=c.get_optimizer_section(stage).micro_rows,
         row_tokens=-(-rollout.max_total_tokens // unit) * unit,
-        shards_with_prompts=shards_with_prompts,
+        num_prompt_shards=num_prompt_shards,
         tower=model.tower if model else None,
         max_units=image_tokens,
         num_pieces=num_pieces,

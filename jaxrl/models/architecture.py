@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxrl.models.attachments import Tower
-from jaxrl.models.aux_arrays import Statistics, TokenArraySpec
+from jaxrl.models.aux_arrays import StatisticsReader, TokenArraySpec
 from jaxrl.models.layers import Attend, LayerScan, SamplerLayerScan, Stacks
 from jaxrl.models.params import ParamSpec, split_param_specs
 from jaxrl.models.recurrence import StateSpecs
@@ -176,7 +176,7 @@ class Architecture(ABC):
         return ()
 
     @property
-    def statistics_reader(self) -> Statistics | None:
+    def statistics_reader(self) -> StatisticsReader | None:
         """Return the object that turns `AuxArrays.statistics` into metrics and a loss, or None."""
         return None
 
@@ -253,7 +253,7 @@ class Architecture(ABC):
         return {canonical: prefix for prefix, canonical in self.hf_prefix_map().items()}
 
     def hf_tied_names(self) -> dict[str, str]:
-        """Map names of redundant HF tensors, found in some folders, to names of the originals."""
+        """Return, for each redundant HF tensor in some folders, the name of its original."""
         return {}
 
     def hf_fused_tensors(self) -> dict[str, FusedTensor]:
@@ -326,10 +326,10 @@ class Architecture(ABC):
         """
 
     @abstractmethod
-    def memory_terms(self, tensor: int) -> MemoryTerms:
+    def estimate_layer_memory(self, tensor: int) -> MemoryTerms:
         """Return the memory of one layer without experts, split over `tensor` devices."""
 
-    def expert_terms(self, tensor: int, expert: int) -> MemoryTerms:
+    def estimate_expert_memory(self, tensor: int, expert: int) -> MemoryTerms:
         """Return the memory of one layer's experts, split over `expert` * `tensor` devices."""
         raise NotImplementedError
 

@@ -35,7 +35,7 @@ class PatchBatch:
         units: Indices of each attachment's units among all units, in token order.
     """
 
-    patches: np.ndarray  # float32 [P, patch_values]
+    patches: np.ndarray  # float32 [P, num_values_per_patch]
     coords: np.ndarray  # int32 [P, num_coords]
     units: tuple[np.ndarray, ...]  # int32 [n]
 
@@ -80,7 +80,7 @@ class Tower(ABC):
         return 0
 
     @abstractmethod
-    def memory_terms(self) -> MemoryTerms:
+    def estimate_layer_memory(self) -> MemoryTerms:
         """Return the memory of one layer, per patch instead of per token."""
 
     @abstractmethod
@@ -89,12 +89,12 @@ class Tower(ABC):
 
     @property
     @abstractmethod
-    def patches_per_token(self) -> int:
+    def num_patches_per_token(self) -> int:
         """Return the number of patches per token."""
 
     @property
     @abstractmethod
-    def patch_values(self) -> int:
+    def num_values_per_patch(self) -> int:
         """Return the number of values per patch."""
 
     @abstractmethod
@@ -106,16 +106,16 @@ class Tower(ABC):
         """
 
     @abstractmethod
-    def find_token_runs(
+    def find_attachment_tokens(
         self, token_ids: np.ndarray, attachments: Sequence[Any]
     ) -> list[np.ndarray]:
-        """Return the token indices of each attachment; see `compute_positions` for errors."""
+        """Return the indices of each attachment's tokens; see `compute_positions` for errors."""
 
     @abstractmethod
     def compute_positions(
         self, token_ids: np.ndarray, attachments: Sequence[Any], *, start: int = 0
     ) -> np.ndarray:
-        """Compute token positions, int32 [L, num_axes]; they advance past each attachment.
+        """Compute token positions, int32 [T, num_axes]; they advance past each attachment.
 
         Args:
             token_ids: Tokens of a sequence, or of a piece to append to a sequence.
@@ -129,7 +129,7 @@ class Tower(ABC):
     def compute_token_arrays(
         self, token_ids: np.ndarray, attachments: Sequence[Any], *, start: int = 0
     ) -> dict[str, np.ndarray]:
-        """Compute the arrays in `input_arrays` except the units, each of shape `[L, ...]`."""
+        """Compute the arrays in `input_arrays` except the unit indices, each `[T, ...]`."""
         return {POSITIONS: self.compute_positions(token_ids, attachments, start=start)}
 
     @abstractmethod
@@ -151,7 +151,7 @@ class Tower(ABC):
 
         Args:
             params: The tower's parameters, in the compute dtype.
-            patches: Patches of S independent rows; P is a multiple of `patches_per_token`.
+            patches: Patches of S independent rows; P is a multiple of `num_patches_per_token`.
             coords: Location of each patch; see `PatchBatch`.
             layer_scan: Loop over the tower's layers.
         """

@@ -42,8 +42,8 @@ class TokenArraySpec:
 
 
 @runtime_checkable
-class Statistics(Protocol):
-    """Metrics and load-balancing loss, computed from sums over the tokens of a forward pass."""
+class StatisticsReader(Protocol):
+    """Reader of a forward pass's sums over tokens: computes metrics and a load-balancing loss."""
 
     def metrics(self, sums: Any) -> dict[str, jax.Array]:
         """Compute scalar metrics from the sums over a mini-batch."""
@@ -71,7 +71,7 @@ class AuxArrays:
             statistics.
         records: True to output the arrays of `Architecture.recorded_specs`.
         recorded: Output arrays `[M, ...]` by name.
-        statistics: Output tree of sums over tokens, or None; see `Statistics`.
+        statistics: Output tree of sums over tokens, or None; see `StatisticsReader`.
     """
 
     inputs: Mapping[str, jax.Array] = field(default_factory=dict)

@@ -207,7 +207,7 @@ def _trim_stacks(config: Decoder, module: DecoderModule) -> Params:
 
 
 @cache
-def _cached_abstract_params(config: Decoder) -> Params:
+def _make_abstract_params(config: Decoder) -> Params:
     # Cached because tracing takes a quarter of a second, and a run calls this dozens of times.
     return jax.eval_shape(lambda: _trim_stacks(config, DecoderModule(config, rngs=nnx.Rngs(0))))
 
@@ -472,11 +472,11 @@ class Decoder(Architecture):
         """See `Architecture.with_head_dtype`."""
         return replace(self, head_dtype=dtype)
 
-    def common_hf_fields(self) -> dict[str, Any]:
+    def format_common_fields(self) -> dict[str, Any]:
         """Return the `config.json` fields of all families; inverts `parse_common_fields`."""
         rope = {"rope_type": "default"}
         if self.rope_scaling is not None:
-            rope = {"rope_type": self.rope_scaling.rope_type, **self.rope_scaling.hf_fields()}
+            rope = {"rope_type": self.rope_scaling.rope_type, **self.rope_scaling.to_fields()}
         return {
             "vocab_size": self.vocab_size,
             "hidden_size": self.width,
@@ -498,7 +498,7 @@ class Decoder(Architecture):
 
     def abstract_params(self) -> Params:
         """Return a copy of the cached abstract parameters."""
-        return jax.tree.map(lambda leaf: leaf, _cached_abstract_params(self))
+        return jax.tree.map(lambda leaf: leaf, _make_abstract_params(self))
 
     def logical_axes(self) -> dict[str, Any]:
         """Return the axis names of each parameter; `sharding.LOGICAL_AXIS_RULES` resolves them."""

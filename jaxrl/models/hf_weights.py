@@ -427,7 +427,7 @@ def _check_tensors(stored: Mapping[str, StoredTensor], config: Architecture, fol
 def make_missing_tensor_error(
     folder: Path, name: str, location: TensorLocation, stored: Mapping[str, StoredTensor]
 ) -> ValueError:
-    """Build the error for a folder that lacks a tensor required by its config.json."""
+    """Build the error for a tensor that the folder's config.json requires but no file contains."""
     files = sorted({tensor.file.name for tensor in stored.values()})
     return ValueError(
         f"{str(folder)!r} lacks the tensor {name!r} of shape {list(location.shape)} that its "
@@ -473,7 +473,7 @@ def save_hf(
     leaves = flatten_dict(params, sep="/")
     dtypes = dict.fromkeys(locate_hf_tensors(config), "F32")
     if source is not None:
-        _check_source(config, Path(source), Path(path))
+        _check_export_source(config, Path(source), Path(path))
         dtypes = read_tensor_dtypes(Path(source), config)
     locations = _locate_exported_tensors(config, dtypes)
 
@@ -580,7 +580,7 @@ def write_tensors(
 def _locate_exported_tensors(
     config: Architecture, names: Iterable[str]
 ) -> dict[str, TensorLocation]:
-    """Map the source's tensor names to locations, with tied copies last."""
+    """Return the location of each of the source's tensors, by name, with tied copies last."""
     canonical, copies = locate_hf_tensors(config), config.hf_tied_names()
     source_names = {canonicalize_name(config, name): name for name in names}
     locations = {source_names[name]: location for name, location in canonical.items()}
@@ -592,7 +592,8 @@ def _locate_exported_tensors(
     return locations | extra
 
 
-def _check_source(config: Architecture, source: Path, path: Path) -> None:
+def _check_export_source(config: Architecture, source: Path, path: Path) -> None:
+    """Raise a ValueError if `source` is a different model, or is the folder to export to."""
     fields, file = read_hf_config(source)
     origin = config.from_dict(fields, source=file)
     if config.head_dtype:  # not part of config.json

@@ -56,7 +56,7 @@ def write_tokens(
     pages: Float[Array, "P K page H"],
     tables: Int[Array, "B M"],
     start: Int[Array, " B"],
-    counts: Int[Array, " B"],
+    num_tokens: Int[Array, " B"],
     new: Float[Array, "B K C H"],
 ) -> Float[Array, "P K page H"]:
     """Write keys or values of consecutive tokens to the pages of their rows.
@@ -65,14 +65,14 @@ def write_tokens(
         pages: Keys or values of one layer.
         tables: Page indices of each row, in order.
         start: Position of each row's first new token.
-        counts: Number of valid tokens in each row, at most C; other tokens are not written.
+        num_tokens: Number of valid tokens in each row, at most C; other tokens are not written.
         new: Keys or values of the tokens.
     """
     P, K, page, H = pages.shape
     index = jnp.arange(new.shape[2])
     positions = start[:, None] + index
     page_ids = jnp.take_along_axis(tables, positions // page, axis=1, mode="clip")
-    page_ids = jnp.where(index < counts[:, None], page_ids, P)
+    page_ids = jnp.where(index < num_tokens[:, None], page_ids, P)
     # Each head of each token is one row of a matrix: if a token's heads were written together, the
     # TPU compiler would relayout all pages to make them contiguous.
     heads = page_ids[:, None] * K + jnp.arange(K)[:, None]
@@ -82,14 +82,14 @@ def write_tokens(
 
 
 def read_pages(
-    pages: Float[Array, "P K page H"], sources: Int[Array, " n"]
+    pages: Float[Array, "P K page H"], indices: Int[Array, " n"]
 ) -> Float[Array, "n K page H"]:
-    """Return a copy of the pages at `sources`."""
-    return pages.at[sources].get(mode="clip")
+    """Return a copy of the pages at `indices`."""
+    return pages.at[indices].get(mode="clip")
 
 
 def write_pages(
-    pages: Float[Array, "P K page H"], targets: Int[Array, " n"], new: Float[Array, "n K page H"]
+    pages: Float[Array, "P K page H"], indices: Int[Array, " n"], new: Float[Array, "n K page H"]
 ) -> Float[Array, "P K page H"]:
-    """Overwrite the pages at `targets` with `new`."""
-    return pages.at[targets].set(new, mode="drop")
+    """Overwrite the pages at `indices` with `new`."""
+    return pages.at[indices].set(new, mode="drop")

@@ -68,7 +68,7 @@ class LlamaConfig(QwenConfig):
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
             "intermediate_size": self.mlp_width,
-            **self.common_hf_fields(),
+            **self.format_common_fields(),
             "attention_bias": self.qkv_bias,
             "mlp_bias": False,
         }

@@ -169,7 +169,7 @@ class OutputLayer:
     trains_tables: bool = True
 
     @jax.named_scope("head")
-    def logprobs_and_entropies(
+    def compute_logprobs_and_entropies(
         self, tables: Any, hidden: jax.Array, targets: jax.Array, temperature: float | jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Compute log-probabilities of the targets, and entropies, from hidden states `[S, C, D]`.
@@ -181,7 +181,7 @@ class OutputLayer:
             temperature: The distribution is softmax(logits / temperature).
         """
         temperature = jnp.asarray(temperature, jnp.float32)
-        return _logprobs_and_entropies(self, tables, hidden, targets, temperature)
+        return _compute_logprobs_and_entropies(self, tables, hidden, targets, temperature)
 
     def split_chunks(self, x: jax.Array) -> jax.Array:
         """Reshape `[S, C, ...]` to `[chunks, S, c, ...]`, padded to equal chunks and blocks."""
@@ -218,18 +218,18 @@ class OutputLayer:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _logprobs_and_entropies(
+def _compute_logprobs_and_entropies(
     layer: OutputLayer, tables: Any, hidden: jax.Array, targets: jax.Array, temperature: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    return _logprobs_and_entropies_forward(layer, tables, hidden, targets, temperature)[0]
+    return _compute_logprobs_and_entropies_forward(layer, tables, hidden, targets, temperature)[0]
 
 
-def _logprobs_and_entropies_forward(
+def _compute_logprobs_and_entropies_forward(
     layer: OutputLayer, tables: Any, hidden: jax.Array, targets: jax.Array, temperature: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
     saves_products = hidden.shape[1] <= layer.chunk_tokens
 
-    def process_chunk(_: None, xs: tuple[jax.Array, jax.Array]) -> tuple[None, Any]:
+    def compute_chunk_logprobs(_: None, xs: tuple[jax.Array, jax.Array]) -> tuple[None, Any]:
         hidden, targets = xs
         products = layer.unembed(tables, hidden)
         compute_stats = lambda _, products, targets: _compute_stats(products / temperature, targets)  # noqa: E731
@@ -238,12 +238,12 @@ def _logprobs_and_entropies_forward(
         return None, (stats, products if saves_products else None)
 
     xs = (layer.split_chunks(hidden), layer.split_chunks(targets))
-    _, (stats, products) = jax.lax.scan(process_chunk, None, xs)
+    _, (stats, products) = jax.lax.scan(compute_chunk_logprobs, None, xs)
     logprobs, entropies = (layer.join_chunks(x, hidden.shape[1]) for x in stats[:2])
     return (logprobs, entropies), (tables, hidden, targets, temperature, stats, products)
 
 
-def _logprobs_and_entropies_backward(
+def _compute_logprobs_and_entropies_backward(
     layer: OutputLayer, saved: tuple[Any, ...], gradients: tuple[jax.Array, jax.Array]
 ) -> tuple[Any, jax.Array, None, None]:
     tables, hidden, targets, temperature, stats, products = saved
@@ -273,7 +273,7 @@ def _logprobs_and_entropies_backward(
         )
         return dlogits / temperature
 
-    def process_chunk(sums: Any, xs: tuple[Any, ...]) -> tuple[Any, jax.Array]:
+    def compute_chunk_gradients(sums: Any, xs: tuple[Any, ...]) -> tuple[Any, jax.Array]:
         hidden, targets, stats, products, dstats = xs
         if products is None:
             products = layer.unembed(tables, hidden)
@@ -288,9 +288,11 @@ def _logprobs_and_entropies_backward(
     )
     dstats = tuple(map(layer.split_chunks, gradients))
     xs = (layer.split_chunks(hidden), layer.split_chunks(targets), stats, products, dstats)
-    sums, dhidden = jax.lax.scan(process_chunk, zeros, xs)
+    sums, dhidden = jax.lax.scan(compute_chunk_gradients, zeros, xs)
     dtables = jax.tree.map(lambda total, x: total.sum(axis=0).astype(x.dtype), sums, trained)
     return dtables or None, layer.join_chunks(dhidden, hidden.shape[1]), None, None
 
 
-_logprobs_and_entropies.defvjp(_logprobs_and_entropies_forward, _logprobs_and_entropies_backward)
+_compute_logprobs_and_entropies.defvjp(
+    _compute_logprobs_and_entropies_forward, _compute_logprobs_and_entropies_backward
+)

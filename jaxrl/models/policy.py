@@ -114,11 +114,11 @@ class Model:
         return split_params(policy, self.trained)
 
     @property
-    def shards_with_prompts(self) -> int:
+    def num_prompt_shards(self) -> int:
         """Return the number of row shards if the sequences of a row can share a prompt, else 0.
 
-        With recurrent layers, every sample of a prompt would need its own copy of the state after
-        the prompt.
+        The number is 0 with recurrent layers, because every sample of a prompt would need its own
+        copy of the state after the prompt.
         """
         shares = self.attention.shares_prompts and not self.architecture.num_recurrent_layers
         return count_batch_shards(self.mesh) if shares else 0
@@ -172,16 +172,16 @@ class Model:
             batch: Micro-batch `[b, T]`.
             temperature: The distribution is softmax(logits / temperature), as in the sampler.
             entropy_gradient: True to let gradients flow through the entropies.
-            logit_capacity: Capacity of the output layer, in quarters of each shard's tokens;
-                `loss_mask` must not exceed it.
-            aux: Auxiliary inputs of the pass, which also receives the auxiliary outputs.
+            logit_capacity: Maximum fraction of each shard's tokens that get logits, in quarters (4
+                for all tokens). `loss_mask` must not select more.
+            aux: Auxiliary inputs of the pass. The auxiliary outputs are stored in the same object.
 
         Returns:
             Log-probabilities and entropies, float32 [b, T], in nats.
         """
         params = self._gather_tables(self.architecture.weights_for_training(params, self.dtype))
         aux = aux or self.make_aux(batch, with_statistics=False)
-        hidden = self._hidden_states(params, batch, aux)
+        hidden = self._compute_hidden_states(params, batch, aux)
         (b, T), shards = batch.token_ids.shape, num_pieces(self.mesh)
         has_past = (batch.positions > 0) & (batch.segment_ids > 0)
         # Hidden states stay in place; targets and masks shift to the previous token.
@@ -200,7 +200,7 @@ class Model:
             entropy_gradient=entropy_gradient,
             trains_tables=self._trains_tables,
         )
-        logprobs, entropies = layer.logprobs_and_entropies(
+        logprobs, entropies = layer.compute_logprobs_and_entropies(
             {name: table for name, table in params.items() if name not in self._stacked_modules},
             layer.constrain_to_shards(
                 gather_tokens(hidden.reshape(shards, b * T // shards, -1), slots)
@@ -217,7 +217,7 @@ class Model:
         logprobs, entropies = (jnp.pad(x[:, :-1], ((0, 0), (1, 0))) for x in shifted)
         return logprobs, entropies
 
-    def _hidden_states(self, params: Params, batch: Batch, aux: AuxArrays) -> jax.Array:
+    def _compute_hidden_states(self, params: Params, batch: Batch, aux: AuxArrays) -> jax.Array:
         """Compute the final hidden states `[C * b, T / C, D]`; see `split_into_pieces`."""
         constrain_to_shards = partial(
             jax.lax.with_sharding_constraint, shardings=piece_sharding(self.mesh)

@@ -76,7 +76,7 @@ class QwenConfig(Decoder):
             "architectures": ["Qwen3ForCausalLM" if is_qwen3 else "Qwen2ForCausalLM"],
             "model_type": "qwen3" if is_qwen3 else "qwen2",
             "intermediate_size": self.mlp_width,
-            **self.common_hf_fields(),
+            **self.format_common_fields(),
         }
         return {**fields, "attention_bias": self.qkv_bias} if is_qwen3 else fields
 
@@ -107,7 +107,7 @@ class QwenConfig(Decoder):
             for name in ("gate", "up", "down")
         }
 
-    def memory_terms(self, tensor: int) -> MemoryTerms:
+    def estimate_layer_memory(self, tensor: int) -> MemoryTerms:
         """Return the memory of one layer; the MLP is split over `tensor` only if divisible."""
         inner = self.mlp_width if self.mlp_width % tensor else self.mlp_width // tensor
         attention_width = self.num_heads // tensor * self.head_dim

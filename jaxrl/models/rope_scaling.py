@@ -70,14 +70,14 @@ class RopeScaling(ABC):
     def add_derived_settings(
         cls, settings: dict[str, Any], mscales: dict[str, Any]
     ) -> dict[str, Any]:
-        """Add the settings that are derived from others."""
+        """Return `settings`, completed with those derived from others or from `mscales`."""
         return settings
 
     @abstractmethod
     def compute_frequencies(self, head_dim: int, theta: float) -> np.ndarray:
         """Return the scaled frequencies; see `compute_default_frequencies`."""
 
-    def hf_fields(self) -> dict[str, Any]:
+    def to_fields(self) -> dict[str, Any]:
         """Return the settings, keyed by their names in `config.json`."""
         return asdict(self)
 
@@ -99,7 +99,7 @@ class LinearScaling(RopeScaling):
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling(RopeScaling):
-    """Llama 3.1 scaling: divide low frequencies, keep high frequencies, interpolate in between.
+    """Llama 3.1 scaling, which divides low frequencies, keeps high ones and interpolates between.
 
     Attributes:
         low_freq_factor: Frequencies are divided by `factor` if their wavelength is above the
@@ -131,7 +131,7 @@ _MSCALES = ("mscale", "mscale_all_dim")
 
 @dataclass(frozen=True, kw_only=True)
 class YarnScaling(RopeScaling):
-    """YaRN (https://arxiv.org/abs/2309.00071): keep high frequencies and divide low frequencies.
+    """YaRN scaling, which divides low frequencies only (https://arxiv.org/abs/2309.00071).
 
     A pair that rotates at least `beta_fast` times in the pretraining context keeps its frequency. A
     pair that rotates at most `beta_slow` times has its frequency divided by `factor`. In between,

@@ -264,7 +264,7 @@ class Engine:
         )
         self._max_units = max_units or max_total_tokens
         self.patch_sizes = (
-            list_patch_buckets(self._max_units, architecture.tower.patches_per_token)
+            list_patch_buckets(self._max_units, architecture.tower.num_patches_per_token)
             if architecture.tower
             else []
         )

@@ -119,13 +119,13 @@ class ImageProcessor(Protocol):
 
     Attributes:
         is_blank: True if every image is replaced with a blank image, as a control.
-        patch_values: Number of values per patch.
-        patches_per_token: Number of patches per image token.
+        num_values_per_patch: Number of values per patch.
+        num_patches_per_token: Number of patches per image token.
     """
 
     is_blank: bool
-    patch_values: int
-    patches_per_token: int
+    num_values_per_patch: int
+    num_patches_per_token: int
 
     def num_tokens(self, picture: Picture) -> int:
         """Return the number of prompt tokens of an image.

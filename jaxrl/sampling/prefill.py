@@ -99,7 +99,7 @@ class PrefillBatcher:
             each attachment's tokens in the output of `Programs.embed`; see `Tower.collate`.
         """
         assert self.tower is not None
-        patches = np.zeros((len(attached), size, self.tower.patch_values), np.float32)
+        patches = np.zeros((len(attached), size, self.tower.num_values_per_patch), np.float32)
         coords = np.zeros((len(attached), size, self.tower.num_coords), np.int32)
         units = []
         for index, shard_items in enumerate(attached):

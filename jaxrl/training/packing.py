@@ -139,7 +139,7 @@ class BatchShape:
         *,
         micro_rows: int,
         row_tokens: int,
-        shards_with_prompts: int = 0,
+        num_prompt_shards: int = 0,
         **settings: Any,
     ) -> BatchShape:
         """Return a shape that holds any `num_sequences` sequences of up to `row_tokens` tokens.
@@ -148,7 +148,7 @@ class BatchShape:
             num_sequences: Number of sequences in a mini-batch.
             micro_rows: Number of full-length sequences that a micro-batch holds.
             row_tokens: Length of the longest sequence.
-            shards_with_prompts: Number of row shards if the attention kernels support shared
+            num_prompt_shards: Number of row shards if the attention kernels support shared
                 prompts, else 0. If they do, each device has one long row per micro-batch instead
                 of several: more sequences share a prompt, and there is less padding. These kernels
                 skip tokens that are not attended to.
@@ -161,12 +161,12 @@ class BatchShape:
             sizes=CompiledSizes(),
             **settings,
         )
-        if not shards_with_prompts:
+        if not num_prompt_shards:
             return shape
         return dataclasses.replace(
             shape,
-            micro_rows=shards_with_prompts,
-            row_tokens=micro_rows // shards_with_prompts * row_tokens,
+            micro_rows=num_prompt_shards,
+            row_tokens=micro_rows // num_prompt_shards * row_tokens,
             shares_prompts=True,
             max_tokens=row_tokens,
         )
@@ -188,7 +188,7 @@ class PackedAttachments:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return a shard's patches `[P, values]` in `dtype` and int32 coordinates `[P, W]`."""
         collated = self.tower.collate(self.cells.get((micro, shard), ()))
-        patches = np.zeros((self.num_patches, self.tower.patch_values), dtype)
+        patches = np.zeros((self.num_patches, self.tower.num_values_per_patch), dtype)
         locations = np.zeros((self.num_patches, self.tower.num_coords), np.int32)
         patches[: len(collated.patches)] = collated.patches
         locations[: len(collated.coords)] = collated.coords
@@ -643,14 +643,14 @@ def pack_attachments(
     units_of = {slot: tower.collate(tuple(cell)).units for slot, cell in cells.items()}
     most = max(sum(attachment.num_patches for attachment in cell) for cell in cells.values())
     # All attachments of a row may fall in a single piece, so each piece gets the row's capacity.
-    room = b // num_shards * shape.row_units * tower.patches_per_token
+    room = b // num_shards * shape.row_units * tower.num_patches_per_token
     if most > room:
         raise ValueError(
             f"the images of a micro-batch have {most} patches on one device; expected at most "
             f"{room}. Raise config.rollout.max_image_tokens or lower config.images.max_pixels."
         )
     sizes = {
-        divisor: -(-room // (divisor * tower.patches_per_token)) * tower.patches_per_token
+        divisor: -(-room // (divisor * tower.num_patches_per_token)) * tower.num_patches_per_token
         for divisor in CAPACITY_DIVISORS
     }
     divisor = next(divisor for divisor, size in sizes.items() if most <= size)
@@ -694,7 +694,7 @@ def _iterate_attachments(
         for index, num_omitted in members:
             ids, attachments = sequences[index].token_ids, sequences[index].attachments
             for attachment, run in zip(
-                attachments, tower.find_token_runs(ids, attachments), strict=True
+                attachments, tower.find_attachment_tokens(ids, attachments), strict=True
             ):
                 indices = np.flatnonzero(run >= num_omitted)
                 columns = start - num_omitted + run[indices]

@@ -14,7 +14,7 @@ import optax
 from flax import struct
 from jax.sharding import Mesh
 
-from jaxrl.models.aux_arrays import Statistics
+from jaxrl.models.aux_arrays import StatisticsReader
 from jaxrl.models.layers import HOST_MEMORY
 from jaxrl.models.output import LOGIT_CAPACITIES
 from jaxrl.models.params import ParamSpec, merge_params
@@ -121,7 +121,7 @@ def shard_patches(
         return jax.make_array_from_callback(shape, piece_sharding(mesh), load_shards)
 
     return {
-        "patches": shard_output(0, attachments.tower.patch_values),
+        "patches": shard_output(0, attachments.tower.num_values_per_patch),
         "coords": shard_output(1, attachments.tower.num_coords),
     }
 
@@ -245,7 +245,7 @@ class GradAccumulator:
     metrics: dict[str, Metric]  # sums before `Metric.finish`
     num_tokens: jax.Array  # float32 scalar, number of tokens with loss
     statistics: Any = None  # see `AuxArrays`
-    balance: Any = None  # result of `Statistics.balance_weights`; None without that loss
+    balance: Any = None  # result of `StatisticsReader.balance_weights`; None without that loss
 
     def add_metrics(
         self, metrics: dict[str, Metric], num_tokens: Any, statistics: Any
@@ -258,7 +258,7 @@ class GradAccumulator:
             statistics=jax.tree.map(jnp.add, self.statistics, statistics),
         )
 
-    def finish_metrics(self, statistics: Statistics | None) -> dict[str, Metric]:
+    def finish_metrics(self, statistics: StatisticsReader | None) -> dict[str, Metric]:
         """Return the final metrics, including those that `statistics` computes."""
         metrics = {name: metric.finish(self.num_tokens) for name, metric in self.metrics.items()}
         if statistics is not None:
@@ -328,7 +328,7 @@ class LoadBalanceStep:
         self.add = MicroBatchLoop(model, "balance", add_statistics)
 
     def __call__(self, params: Params, batch: Batch, packed: PackedBatch, coef: float) -> Any:
-        """Compute `Statistics.balance_weights` for the mini-batch."""
+        """Compute `StatisticsReader.balance_weights` for the mini-batch."""
         zeros = self._init_sums(params, self._model.without_attachments(batch))
         sums = self.add(params, zeros, batch, packed)
         return self._balance_weights(sums, np.float32(coef))
@@ -354,8 +354,8 @@ class GradientStep:
             token_loss: Loss of each token.
             temperature: Sampling temperature.
             entropy_gradient: True to differentiate through the entropies.
-            balance_coef: Coefficient of `Statistics.balance_loss` over the complete mini-batch. If
-                nonzero, an extra forward pass counts the tokens of each expert.
+            balance_coef: Coefficient of `StatisticsReader.balance_loss` over the complete
+                mini-batch. If nonzero, an extra forward pass counts the tokens of each expert.
             shares_programs: True to share compiled programs with other instances for this loss,
                 see `cached_jit`; False for user code, which may be edited between runs.
         """

@@ -102,7 +102,7 @@ class Pocket(Architecture):
             lambda x, layer, attend: self._layer(layer, x, attend), x, weights["blocks"]
         )
 
-    def memory_terms(self, tensor):
+    def estimate_layer_memory(self, tensor):
         inner = self.num_heads // tensor * self.head_dim
         return MemoryTerms(
             activations=4 * inner + 2 * self.width,

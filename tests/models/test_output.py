@@ -49,7 +49,7 @@ def dense(table, hidden, targets, temperature):
 
 
 def blockwise(layer):
-    return lambda table, *rest: layer.logprobs_and_entropies({"embedding": table}, *rest)
+    return lambda table, *rest: layer.compute_logprobs_and_entropies({"embedding": table}, *rest)
 
 
 def values_and_gradients(compute, table, hidden, targets, weights, temperature):

@@ -83,7 +83,7 @@ def assert_logprobs_agree(samples, scored):
 
 def random_image(config, grid, seed):
     """Return an image, or a video with frames 0.7 seconds apart."""
-    size = (math.prod(grid), config.tower.patch_values)
+    size = (math.prod(grid), config.tower.num_values_per_patch)
     patches = np.random.default_rng(seed).standard_normal(size).astype(np.float32)
     times = tuple(0.7 * i for i in range(grid[0])) if grid[0] > 1 else ()
     return Image(patches=patches, grid=grid, times=times)

@@ -114,7 +114,7 @@ def test_an_image_of_a_shared_prompt_is_stored_once_per_device():
     _, coords = packed.attachments.make_shard_inputs(0, 0, np.float32)
     # 24 + 40 patches of the group, 8 of the tool and 24 of the other: `second` is the same.
     assert (coords[:, 0] > 0).sum() == 24 + 40 + 8 + 24
-    room = 6 * 48 * tower.patches_per_token
+    room = 6 * 48 * tower.num_patches_per_token
     assert packed.attachments.num_patches == room // packed.attachments.divisor
     assert room // (2 * packed.attachments.divisor) < 96 <= room // packed.attachments.divisor
     # On two devices each has those of its own rows.
@@ -124,7 +124,7 @@ def test_an_image_of_a_shared_prompt_is_stored_once_per_device():
         for shard in range(2)
     ]
     assert sum(counts) > 96
-    assert apart.batch.token_arrays[UNITS].max() < max(counts) // tower.patches_per_token
+    assert apart.batch.token_arrays[UNITS].max() < max(counts) // tower.num_patches_per_token
 
 
 def test_an_image_is_on_each_device_that_has_its_tokens():

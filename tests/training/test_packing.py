@@ -117,7 +117,7 @@ def test_smaller_micro_batches_hold_as_many_sequences():
     assert (shape.num_micro, smaller.num_micro, smaller.micro_rows) == (2, 3, 4)
     assert (smaller.full_rows, smaller.num_sequences, smaller.row_tokens) == (4, 12, 8)
     # Two devices with one long row each.
-    shape = BatchShape.for_sequences(11, micro_rows=6, row_tokens=8, shards_with_prompts=2)
+    shape = BatchShape.for_sequences(11, micro_rows=6, row_tokens=8, num_prompt_shards=2)
     smaller = shape.with_full_rows(2)
     assert (shape.num_micro, shape.row_tokens, shape.full_rows) == (2, 24, 6)
     assert (smaller.num_micro, smaller.micro_rows, smaller.row_tokens) == (6, 2, 8)
@@ -128,7 +128,7 @@ def test_rows_fit_equal_groups_by_hand():
     # Four sequences of 64 + 128 tokens take 63 + 4 * 129 = 579 slots, so a row of 4 * 192 = 768 has
     # no room for a second group, nor for two of its sequences (771). Lengths are multiples of 16.
     items = [SequenceSize(length=192, prompt=i // 4, num_shared=63) for i in range(32)]
-    shape = BatchShape.for_sequences(32, micro_rows=4, row_tokens=192, shards_with_prompts=1)
+    shape = BatchShape.for_sequences(32, micro_rows=4, row_tokens=192, num_prompt_shards=1)
     fitted, rows = fit_rows(items, shape)
     assert (fitted.micro_rows, fitted.row_tokens) == (1, 592)
     assert rows == [[*range(start, start + 4)] for start in range(0, 32, 4)]
@@ -138,7 +138,7 @@ def test_rows_fit_equal_groups_by_hand():
 
 
 def test_a_size_is_added_when_it_would_have_saved_enough():
-    shape = BatchShape.for_sequences(1, micro_rows=1, row_tokens=256, shards_with_prompts=1)
+    shape = BatchShape.for_sequences(1, micro_rows=1, row_tokens=256, num_prompt_shards=1)
 
     def fit(length):
         return fit_rows([SequenceSize(length=length, prompt=0)], shape)[0].row_tokens
@@ -150,7 +150,7 @@ def test_a_size_is_added_when_it_would_have_saved_enough():
     assert fit(200) == 208  # longer than all rows in use
     assert shape.sizes.sizes == ((1, 192), (1, 96), (1, 208))
     # After an update ran out of memory, sizes that are now too large are not used.
-    two = BatchShape.for_sequences(2, micro_rows=2, row_tokens=256, shards_with_prompts=1)
+    two = BatchShape.for_sequences(2, micro_rows=2, row_tokens=256, num_prompt_shards=1)
     items = [SequenceSize(length=200, prompt=i) for i in range(2)]
     assert fit_rows(items, two)[0].row_tokens == 400
     assert fit_rows(items, two.with_full_rows(1))[0].row_tokens == 208
@@ -165,7 +165,7 @@ def test_a_size_saves_its_compilation_by_hand():
 
 def test_a_restored_run_chooses_the_same_sizes():
     rng = np.random.default_rng(0)
-    shape = BatchShape.for_sequences(16, micro_rows=4, row_tokens=384, shards_with_prompts=1)
+    shape = BatchShape.for_sequences(16, micro_rows=4, row_tokens=384, num_prompt_shards=1)
     restored = dataclasses.replace(shape, sizes=CompiledSizes())
     for step in range(60):
         if step % 20 == 7:
@@ -194,7 +194,7 @@ def test_sizes_are_the_cheapest_that_fit(lengths, per_shard, num_shards, num_pro
         len(lengths),
         micro_rows=per_shard * num_shards,
         row_tokens=96,
-        shards_with_prompts=num_shards * shares,
+        num_prompt_shards=num_shards * shares,
     )
     items = [
         SequenceSize(length=n, prompt=i % num_prompts, num_shared=min(lengths) // 2 * shares)
@@ -231,7 +231,7 @@ def test_sizes_are_the_cheapest_that_fit(lengths, per_shard, num_shards, num_pro
 
 def test_sequences_that_do_not_fit_are_refused():
     shape = BatchShape(num_micro=1, micro_rows=1, row_tokens=8)
-    merged = BatchShape.for_sequences(2, micro_rows=2, row_tokens=8, shards_with_prompts=1)
+    merged = BatchShape.for_sequences(2, micro_rows=2, row_tokens=8, num_prompt_shards=1)
     assert merged.row_tokens == 16
     for too_small in (shape, merged):
         with pytest.raises(ValueError, match=r"9 tokens does not fit a row of 8.*max_total_tokens"):
@@ -321,7 +321,7 @@ def test_batches_hold_each_token_once(case, micro_rows, seed):
 def test_rows_with_shared_prompts_hold_each_token_with_loss_once(lengths, prompts, micro_rows):
     sequences = sharing_prompts(random_sequences(lengths), prompts)
     sizes = {"micro_rows": micro_rows, "row_tokens": 30}
-    shape = BatchShape.for_sequences(12, **sizes, shards_with_prompts=1)
+    shape = BatchShape.for_sequences(12, **sizes, num_prompt_shards=1)
     packed = pack_sequences(sequences, np.ones(12, np.float32), shape)
     batch = packed.batch
     assert (batch.segment_ids > 0).sum() == packed.num_tokens - packed.num_shared

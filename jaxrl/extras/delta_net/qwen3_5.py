@@ -389,9 +389,9 @@ class Qwen35Config(QwenConfig):
         """Cast all weights except decay rates and biases, as in training."""
         return _with_decay_rates(super().weights_for_decoding(params, dtype), params)
 
-    def memory_terms(self, tensor: int) -> MemoryTerms:
+    def estimate_layer_memory(self, tensor: int) -> MemoryTerms:
         """Return the memory of an attention layer or a delta net layer, whichever is larger."""
-        dense, inner = super().memory_terms(tensor), -(-self.mlp_width // tensor)
+        dense, inner = super().estimate_layer_memory(tensor), -(-self.mlp_width // tensor)
         attention_width = self.num_heads // tensor * self.head_dim  # also the width of the gates
         # A delta net's inputs are its queries, keys and values, and its gates.
         value_width = self.num_value_heads * self.value_dim // tensor

@@ -317,12 +317,12 @@ class QwenMoeConfig(QwenConfig):
         params_per_expert = 3 * self.width * self.expert_width
         return len(self.expert_layers) * (self.num_experts - self.top_k) * params_per_expert
 
-    def memory_terms(self, tensor: int) -> MemoryTerms:
+    def estimate_layer_memory(self, tensor: int) -> MemoryTerms:
         """Return the memory of a dense model with the wider of an MLP and a shared expert."""
         width = max(self.mlp_width if self._dense_layers else 0, self.shared_width)
-        return super(QwenMoeConfig, replace(self, mlp_width=width)).memory_terms(tensor)
+        return super(QwenMoeConfig, replace(self, mlp_width=width)).estimate_layer_memory(tensor)
 
-    def expert_terms(self, tensor: int, expert: int) -> MemoryTerms:
+    def estimate_expert_memory(self, tensor: int, expert: int) -> MemoryTerms:
         """Return the memory of a layer's experts, including buffers for all gathered tokens."""
         rows = expert * min(self.top_k, self.num_experts // expert)
         pairs = expert * self.top_k

@@ -318,13 +318,13 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
 
     # Layers. Without a scan over layers, the CPU compiler keeps all activations.
     remat = "none" if is_cpu and not config.model.scan_layers else config.model.remat
-    layer = model.memory_terms(sizes["tensor"])
+    layer = model.estimate_layer_memory(sizes["tensor"])
     saved, num_layers = layer.saved_activations.get(remat, 0), model.num_layers
     inner = tokens * layer.activations * operand_bytes
     if model.num_recurrent_layers:
         inner = int(RECURRENCE_FACTORS[target.platform] * inner)
     if model.num_experts:
-        experts = model.expert_terms(sizes["tensor"], sizes["expert"])
+        experts = model.estimate_expert_memory(sizes["tensor"], sizes["expert"])
         saved += experts.saved_activations.get(remat, 0)
         # CPUs copy some activations of experts; accelerators reuse some buffers.
         values = experts.activations if is_cpu else experts.activations - experts.reused_activations
@@ -393,10 +393,12 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
 
     # Images: patches and the activations of the vision tower.
     if tower := shape.tower:
-        terms, trains = tower.memory_terms(), not (config.model.freeze_tower or policy.has_adapter)
-        patches = rows * shape.row_units * tower.patches_per_token
+        terms = tower.estimate_layer_memory()
+        trains = not (config.model.freeze_tower or policy.has_adapter)
+        patches = rows * shape.row_units * tower.num_patches_per_token
         # Patches of this micro-batch and the next.
-        persistent["batch"] += 2 * patches * (tower.patch_values * itemsize + 4 * tower.num_coords)
+        patch_bytes = tower.num_values_per_patch * itemsize + 4 * tower.num_coords
+        persistent["batch"] += 2 * patches * patch_bytes
         values = (1 + trains) * tower.num_deepstack_layers * tokens * model.width
         saved = terms.saved_activations.get(remat, 0)
         values += trains * tower.num_layers * patches * (tower.width + saved)
@@ -458,7 +460,7 @@ def _resolve_attention_kernels(config: ResolvedConfig, model: Architecture, targ
 
 
 def _shares_prompts(config: ResolvedConfig, model: Architecture, target: Target) -> bool:
-    """Return True if the sequences of a row share their prompt; see `Model.shards_with_prompts`."""
+    """Return True if the sequences of a row share their prompt; see `Model.num_prompt_shards`."""
     shares = SHARES_PROMPTS[_resolve_attention_kernels(config, model, target)]
     return shares and not model.num_recurrent_layers
 
@@ -505,10 +507,10 @@ def _plan_sampling(config: ResolvedConfig, model: Architecture, target: Target) 
 
     # Prefill of prompts and observations, with the keys and values of a step over pages.
     prefill_tokens = list_prefill_buckets(target.platform, config.context_tokens)[-1]
-    values = model.memory_terms(mesh.shape["tensor"]).prefill_activations
+    values = model.estimate_layer_memory(mesh.shape["tensor"]).prefill_activations
     if model.num_experts:
         sizes = mesh.shape["tensor"], mesh.shape["expert"]
-        values += model.expert_terms(*sizes).prefill_activations
+        values += model.estimate_expert_memory(*sizes).prefill_activations
     block = choose_prefill_block_tokens(target.platform, model.num_heads, model.num_kv_heads)
     kv_step_bytes = 2 * (prefill_tokens // block) * STEP_TOKENS * token_bytes
     kv_step_bytes //= model.num_attention_layers
@@ -535,14 +537,14 @@ def _plan_sampling(config: ResolvedConfig, model: Architecture, target: Target) 
         moment["int8 weights in the compute dtype"] = 2 * operand_bytes * int8_values_per_layer
 
     if tower := model.tower:
-        patches = config.image_tokens * tower.patches_per_token
+        patches = config.image_tokens * tower.num_patches_per_token
         prefill["images, added in first layers"] = (
             prefill_tokens * tower.num_deepstack_layers * model.width * itemsize
         )
         moments["images"] = {
-            "patches": 4 * patches * (tower.patch_values + tower.num_coords),
+            "patches": 4 * patches * (tower.num_values_per_patch + tower.num_coords),
             "activations of patches": patches
-            * tower.memory_terms().prefill_activations
+            * tower.estimate_layer_memory().prefill_activations
             * operand_bytes,
             "attention scores of patches": 2 * 4 * tower.num_scores(patches),
         }

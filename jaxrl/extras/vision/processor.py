@@ -101,9 +101,9 @@ class HFImageProcessor:
         size = dict(self._processor.size)
         limits = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
         self._size = size | {name: value for name, value in limits.items() if value}
-        self.patches_per_token = int(self._processor.merge_size) ** 2
+        self.num_patches_per_token = int(self._processor.merge_size) ** 2
         side, frames = self._processor.patch_size, self._processor.temporal_patch_size
-        self.patch_values = 3 * int(frames) * int(side) ** 2
+        self.num_values_per_patch = 3 * int(frames) * int(side) ** 2
         self.video_rules = load_video_rules(
             folder,
             patch=int(side),
@@ -142,17 +142,17 @@ class HFImageProcessor:
             raise UnreadableImageError(
                 f"{picture.name} has {width} x {height} pixels: {error}"
             ) from error
-        return int(count) // self.patches_per_token
+        return int(count) // self.num_patches_per_token
 
     def num_units(self, image: Image) -> int:
         """Return the number of tokens of a preprocessed image."""
         if image.times:
             return self._count_video_tokens(image.num_patches, image.times)
-        return image.num_patches // self.patches_per_token
+        return image.num_patches // self.num_patches_per_token
 
     def _count_video_tokens(self, num_patches: int, times: tuple[float, ...]) -> VideoTokens:
         written = times if self.video_rules.writes_times else ()
-        return VideoTokens(num_patches // self.patches_per_token, written)
+        return VideoTokens(num_patches // self.num_patches_per_token, written)
 
     def make_blank_processor(self) -> BlankProcessor:
         """Return a processor that replaces images with blank images."""
@@ -257,9 +257,9 @@ class BlankProcessor(HFImageProcessor):
     def __init__(self, processor: HFImageProcessor):
         """Wrap `processor`, which determines the number of patches."""
         self._inner = processor
-        self.patches_per_token, self.patch_values = (
-            processor.patches_per_token,
-            processor.patch_values,
+        self.num_patches_per_token, self.num_values_per_patch = (
+            processor.num_patches_per_token,
+            processor.num_values_per_patch,
         )
         self.video_rules = processor.video_rules
 

@@ -62,9 +62,9 @@ class Qwen2Vision(Qwen3Vision):
         fields = {**vision_fields, "intermediate_size": width * ratio}
         return cls(**cls.parse_common_fields(fields, source), token_id=image_id)
 
-    def hf_fields(self) -> dict[str, Any]:
+    def to_fields(self) -> dict[str, Any]:
         """Return the `vision_config` fields; the inverse of `from_fields`."""
-        fields = VisionTower.hf_fields(self)
+        fields = VisionTower.to_fields(self)
         del fields["intermediate_size"]
         return {**fields, "mlp_ratio": self.mlp_width // self.width}
 

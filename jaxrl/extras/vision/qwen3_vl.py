@@ -125,10 +125,10 @@ class Qwen3Vision(VisionTower):
         )
         return cls(**common, token_id=image_id, side=side, deepstack_layers=tuple(deep))
 
-    def hf_fields(self) -> dict[str, Any]:
+    def to_fields(self) -> dict[str, Any]:
         """Return the `vision_config` fields; the inverse of `from_fields`."""
         return {
-            **super().hf_fields(),
+            **super().to_fields(),
             "num_position_embeddings": self.side**2,
             "deepstack_visual_indexes": list(self.deepstack_layers),
         }
@@ -138,7 +138,7 @@ class Qwen3Vision(VisionTower):
         """Number of initial decoder layers that get features from the tower."""
         return len(self.deepstack_layers)
 
-    def memory_terms(self) -> MemoryTerms:
+    def estimate_layer_memory(self) -> MemoryTerms:
         """Return the memory of attention and the MLP, which are not split across devices."""
         products = 4 * self.width + self.mlp_width  # all matmuls except the last
         return MemoryTerms(
@@ -161,14 +161,14 @@ class Qwen3Vision(VisionTower):
         A patch's coords are the image's number (from 1), the image's numbers of patch rows and
         columns, and the index of the patch in the image.
         """
-        patches = [np.zeros((0, self.patch_values), np.float32)]
+        patches = [np.zeros((0, self.num_values_per_patch), np.float32)]
         coords = [np.zeros((0, 4), np.int32)]
         for number, image in enumerate(images, start=1):
             (_, h, w), count = image.grid, image.num_patches
             same = np.broadcast_to(np.array([number, h, w], np.int32), (count, 3))
             coords.append(np.column_stack([same, np.arange(count, dtype=np.int32)]))
             patches.append(image.patches)
-        ends = np.cumsum([image.num_patches // self.patches_per_token for image in images])
+        ends = np.cumsum([image.num_patches // self.num_patches_per_token for image in images])
         units = np.split(np.arange(ends[-1], dtype=np.int32), ends[:-1]) if images else []
         return PatchBatch(
             patches=np.concatenate(patches), coords=np.concatenate(coords), units=tuple(units)
@@ -217,7 +217,7 @@ class Qwen3Vision(VisionTower):
             x = layer_scan(layer, x, params["blocks"])
             image_embeds = self._merge_patches(params["merger"], x)[None]
         return layer_scan.constrain_to_shards(
-            image_embeds.swapaxes(0, 1).reshape(S, P // self.patches_per_token, -1)
+            image_embeds.swapaxes(0, 1).reshape(S, P // self.num_patches_per_token, -1)
         )
 
     def _activate(self, x: Float[Array, "M F"]) -> Float[Array, "M F"]:
@@ -228,14 +228,14 @@ class Qwen3Vision(VisionTower):
         """Project each unit of patches to the decoder's width, after a norm per patch or unit."""
         norm = weights["norm"]
         x = layer_norm(x.reshape(-1, len(norm["scale"])), norm, EPSILON)
-        x = x.reshape(-1, self.patches_per_token * self.width)
+        x = x.reshape(-1, self.num_patches_per_token * self.width)
         return linear(weights["down"], jax.nn.gelu(linear(weights["up"], x), approximate=False))
 
     def _compute_patch_coords(
         self, coords: Int[Array, "M 4"]
     ) -> tuple[Int[Array, "M 2"], Int[Array, "M 2"]]:
         """Return each patch's row and column, and the size of its image in patches."""
-        sizes, (unit, within) = coords[:, 1:3], divmod(coords[:, 3], self.patches_per_token)
+        sizes, (unit, within) = coords[:, 1:3], divmod(coords[:, 3], self.num_patches_per_token)
         units_in_row = jnp.maximum(sizes[:, 1] // self.merge, 1)  # padding has no rows
         unit_coords, offsets = divmod(unit, units_in_row), divmod(within, self.merge)
         return jnp.stack(unit_coords, axis=1) * self.merge + jnp.stack(offsets, axis=1), sizes
@@ -260,7 +260,7 @@ class Qwen3Vision(VisionTower):
 
     def abstract_params(self) -> Params:
         """Return the parameters as `jax.ShapeDtypeStruct`s."""
-        merged_width, deep = self.patches_per_token * self.width, len(self.deepstack_layers)
+        merged_width, deep = self.num_patches_per_token * self.width, len(self.deepstack_layers)
         norms = {
             "blocks/norm1": (self.num_layers, self.width),
             "blocks/norm2": (self.num_layers, self.width),

@@ -147,7 +147,7 @@ class QwenVLConfig(QwenConfig):
         text["rope_parameters"]["mrope_section"] = list(self.mrope_section)
         if self.is_interleaved:
             text["rope_parameters"]["mrope_interleaved"] = True
-        vision = {"model_type": f"{self.model_type}_vision", **self.tower.hf_fields()}
+        vision = {"model_type": f"{self.model_type}_vision", **self.tower.to_fields()}
         return {
             "architectures": [self.hf_class],
             "model_type": self.model_type,

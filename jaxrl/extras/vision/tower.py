@@ -146,7 +146,7 @@ class VisionTower(Tower):
         )
         return sizes | {"rope_theta": float(theta)}
 
-    def hf_fields(self) -> dict[str, Any]:
+    def to_fields(self) -> dict[str, Any]:
         """Return the `vision_config` fields; the inverse of `from_fields`."""
         return {
             "depth": self.num_layers,
@@ -163,12 +163,12 @@ class VisionTower(Tower):
         }
 
     @property
-    def patch_values(self) -> int:
+    def num_values_per_patch(self) -> int:
         """Number of values per patch."""
         return self.channels * self.temporal_patch * self.patch**2
 
     @property
-    def patches_per_token(self) -> int:
+    def num_patches_per_token(self) -> int:
         """Number of patches per token."""
         return self.merge**2
 
@@ -182,14 +182,15 @@ class VisionTower(Tower):
                 f"an image has a grid of {image.grid} patches; expected {max(len(image.times), 1)} "
                 f"in time and multiples of {self.merge}."
             )
-        if image.patches.shape != (t * h * w, self.patch_values):
+        if image.patches.shape != (t * h * w, self.num_values_per_patch):
             raise ValueError(
                 f"an image with a grid of {image.grid} has patches {list(image.patches.shape)}; "
-                f"expected {[t * h * w, self.patch_values]}. Use the image processor of the model."
+                f"expected {[t * h * w, self.num_values_per_patch]}. Use the image processor of "
+                "the model."
             )
-        return t * h * w // self.patches_per_token
+        return t * h * w // self.num_patches_per_token
 
-    def find_token_runs(
+    def find_attachment_tokens(
         self, token_ids: np.ndarray, attachments: Sequence[Image]
     ) -> list[np.ndarray]:
         """Return the indices of the tokens of each image or video.
@@ -239,7 +240,7 @@ class VisionTower(Tower):
         blocks = [
             (block, image)
             for run, image in zip(
-                self.find_token_runs(token_ids, attachments), attachments, strict=True
+                self.find_attachment_tokens(token_ids, attachments), attachments, strict=True
             )
             for block in np.split(run, self._count_token_runs(image))
         ]

@@ -108,10 +108,10 @@ class QwenVision(VisionTower):
             tokens_per_second=read_positive_int(vision_fields, "tokens_per_second", source),
         )
 
-    def hf_fields(self) -> dict[str, Any]:
+    def to_fields(self) -> dict[str, Any]:
         """Return the `vision_config` fields; the inverse of `from_fields`."""
         return {
-            **super().hf_fields(),
+            **super().to_fields(),
             "window_size": self.window * self.patch,
             "fullatt_block_indexes": list(self.full_layers),
             "tokens_per_second": self.tokens_per_second,
@@ -123,7 +123,7 @@ class QwenVision(VisionTower):
         step = np.float32(self.tokens_per_second) * interval  # float32, as in transformers
         return (np.arange(image.grid[0], dtype=np.float32) * step).astype(np.int32)
 
-    def memory_terms(self) -> MemoryTerms:
+    def estimate_layer_memory(self) -> MemoryTerms:
         """Return the memory of attention and the gated MLP, which are not split across devices."""
         products = 4 * self.width + 2 * self.mlp_width  # all matmuls except the last
         return MemoryTerms(
@@ -146,7 +146,7 @@ class QwenVision(VisionTower):
 
         A patch's coords are the image's number (from 1), the window, the row and the column.
         """
-        patches = [np.zeros((0, self.patch_values), np.float32)]
+        patches = [np.zeros((0, self.num_values_per_patch), np.float32)]
         coords = [np.zeros((0, 4), np.int32)]
         units, num_windows, num_units = [], 0, 0
         for number, image in enumerate(images, start=1):
@@ -193,14 +193,14 @@ class QwenVision(VisionTower):
         x = layer_scan(layer, x, {"weights": params["blocks"], "is_full": jnp.asarray(is_full)})
         merger = params["merger"]
         x = rms_norm(x, merger["norm"]["scale"], EPSILON).reshape(
-            S * P // self.patches_per_token, -1
+            S * P // self.num_patches_per_token, -1
         )
         x = linear(merger["down"], jax.nn.gelu(linear(merger["up"], x), approximate=False))
-        return layer_scan.constrain_to_shards(x.reshape(S, P // self.patches_per_token, -1))
+        return layer_scan.constrain_to_shards(x.reshape(S, P // self.num_patches_per_token, -1))
 
     def abstract_params(self) -> Params:
         """Return the parameters as `jax.ShapeDtypeStruct`s."""
-        merged_width = self.patches_per_token * self.width
+        merged_width = self.num_patches_per_token * self.width
         return self._make_abstract_params(
             {
                 "merger/norm/scale": (self.width,),

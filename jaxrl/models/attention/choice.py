@@ -164,7 +164,7 @@ def choose_prefill_block_tokens(platform: str, num_heads: int, num_kv_heads: int
 def resolve_kernel_name(
     name: str, platform: str, head_dim: int, dtype: DTypeLike | None = None
 ) -> tuple[str, str]:
-    """Resolve `config.model.attention` to a kernel name; also return the reason for the log.
+    """Resolve `config.model.attention` to a kernel name; also return the reason, to be logged.
 
     Args:
         name: Value of `config.model.attention`.

@@ -99,11 +99,11 @@ def compute_key_ranges(
         (segment_ids != prev_segment_ids) | (segment_ids == 0) | (positions != prev_positions + 1)
     )
 
-    def find_last_start(is_start: jax.Array) -> jax.Array:
+    def find_last_start_index(is_start: jax.Array) -> jax.Array:
         return jax.lax.cummax(jnp.where(is_start, jnp.arange(T), 0), axis=1)
 
-    starts = find_last_start(begins_context)
-    shared = find_last_start(begins_context & (positions == 0))
+    starts = find_last_start_index(begins_context)
+    shared = find_last_start_index(begins_context & (positions == 0))
     first_positions = jnp.take_along_axis(positions, starts, axis=1)
     continues = (first_positions > 0) & (segment_ids > 0)
     shared_starts = jnp.where(continues, shared, T)

@@ -225,14 +225,14 @@ def _backward(
 
     def step(sums: KVGradients, indexed_block: tuple[Any, ...]) -> tuple[KVGradients, jax.Array]:
         index, block = indexed_block
-        dq, *dkv = _backward_pair(block, index, k, v, is_diagonal=True)
+        dq, *dkv = _backward_block_pair(block, index, k, v, is_diagonal=True)
         sums = _add_to_block(sums, index, dkv)
 
         def add_key_block(
             i: jax.Array, carry: tuple[jax.Array, KVGradients]
         ) -> tuple[jax.Array, KVGradients]:
             j = block_at(i)
-            dq, *dkv = _backward_pair(block, j, k, v, is_diagonal=False)
+            dq, *dkv = _backward_block_pair(block, j, k, v, is_diagonal=False)
             return carry[0] + dq, _add_to_block(carry[1], j, dkv)
 
         if len(k) > 1:
@@ -252,7 +252,7 @@ KVGradients = tuple[jax.Array, jax.Array]
 """Accumulated gradients of keys and values `[blocks, R, K, H, B]`, float32."""
 
 
-def _backward_pair(
+def _backward_block_pair(
     block: tuple[jax.Array, ...], j: jax.Array, k: jax.Array, v: jax.Array, *, is_diagonal: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute gradients of queries, keys and values for a query block and key block `j`."""
@@ -460,13 +460,13 @@ def attend_chunk(
 def merge_attention_outputs(
     out: Float[Array, "*heads H"],
     lse: Float[Array, "*heads"],
-    other: Float[Array, "*heads H"],
+    other_out: Float[Array, "*heads H"],
     other_lse: Float[Array, "*heads"],
 ) -> Float[Array, "*heads H"]:
     """Combine attention outputs over two sets of keys by their log-sum-exp, in float32."""
     highest = jnp.maximum(lse, other_lse)
     weight, other_weight = jnp.exp(lse - highest), jnp.exp(other_lse - highest)
-    joined = out * weight[..., None] + other * other_weight[..., None]
+    joined = out * weight[..., None] + other_out * other_weight[..., None]
     return joined / (weight + other_weight)[..., None]
 
 

@@ -106,10 +106,10 @@ def random_video(config, rng):
     """Return a video and the ids of its tokens."""
     tower = config.tower
     t, h, w = int(rng.integers(1, 6)), *(int(x) * tower.merge for x in rng.integers(1, 5, 2))
-    patches = rng.standard_normal((t * h * w, tower.patch_values), np.float32)
+    patches = rng.standard_normal((t * h * w, tower.num_values_per_patch), np.float32)
     interval = float(rng.choice([0.1, 0.3, 0.5, 1.0, 2.0]))
     video = Image(patches=patches, grid=(t, h, w), times=tuple(i * interval for i in range(t)))
-    frame = [VIDEO] * (h * w // tower.patches_per_token)
+    frame = [VIDEO] * (h * w // tower.num_patches_per_token)
     if not tower.has_split_videos:
         return video, interval, [START, *frame * t]
     times = [[*rng.integers(5, config.vocab_size, 2), START, *frame] for _ in range(t)]

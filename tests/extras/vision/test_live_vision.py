@@ -200,7 +200,7 @@ def random_images(config, rng, count):
     ids = [*rng.integers(4, config.vocab_size, 3)]
     for _ in range(count):
         h, w = (int(x) * tower.merge for x in rng.integers(1, 6, 2))
-        patches = rng.standard_normal((h * w, tower.patch_values), np.float32)
+        patches = rng.standard_normal((h * w, tower.num_values_per_patch), np.float32)
         images.append(Image(patches=patches, grid=(1, h, w)))
         run = [IMAGE] * tower.num_tokens(images[-1])
         ids += [START, *run, *rng.integers(4, config.vocab_size, 1 + rng.integers(3))]

@@ -70,7 +70,7 @@ def test_a_video_has_the_positions_and_logits_of_the_reference(name):
 def test_positions_of_a_video_by_hand():
     """Two frames of 1 x 2 units, 0.6 seconds apart: 4 x 0.6 = 2.4 positions in Qwen2.5-VL."""
     tower = golden()[0].tower
-    patches = np.zeros((16, tower.patch_values), np.float32)
+    patches = np.zeros((16, tower.num_values_per_patch), np.float32)
     video = Image(patches=patches, grid=(2, 2, 4), times=(0.0, 0.6))
     ids = np.array([1, *[tower.video_id] * 4, 2, 3])
     assert tower.compute_positions(ids, [video]).T.tolist() == [

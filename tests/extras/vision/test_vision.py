@@ -48,7 +48,9 @@ def test_the_tower_sees_what_the_reference_sees(name):
 def test_positions_by_hand():
     """3 tokens, an image of 2 x 2 units, 2 tokens: the numbers of the source's figure."""
     config = golden()[0]
-    image = Image(patches=np.zeros((16, config.tower.patch_values), np.float32), grid=(1, 4, 4))
+    image = Image(
+        patches=np.zeros((16, config.tower.num_values_per_patch), np.float32), grid=(1, 4, 4)
+    )
     ids = np.array([1, 2, 3, *[config.tower.token_id] * 4, 4, 5])
     found = config.tower.compute_positions(ids, [image]).T
     assert found.tolist() == [
