@@ -278,7 +278,7 @@ def find_sampler_collectives(engine):
     }
     return {
         function.name: find_collectives(program_text(function, *arguments[function.name]))
-        for function in engine.compiled_functions
+        for function in engine.jitted_functions
         if function.name in arguments
     }
 
@@ -511,7 +511,7 @@ def check_meshes(meshes):
             samples = sample(engine)
         check_equal(compiled, [])
         num_programs = {
-            function.name: function.num_programs for function in engine.compiled_functions
+            function.name: function.num_programs for function in engine.jitted_functions
         }
         check_equal(num_programs, {"prefill": 1, "decode": 2, "copy": 1, "swap": 1, "embed": 0})
         check_cache_layout(engine, sizes)

@@ -83,7 +83,7 @@ def test_context_beginnings_by_hand():
 def test_as_many_turns_as_fit_are_repeated():
     def next_context(max_tokens, name="last_turns"):
         rule = ContextRule(name=name, max_tokens=max_tokens, keep=2, turn_tokens=3)
-        return rule.next_context([7, 8], TURNS)
+        return rule.build_next_context([7, 8], TURNS)
 
     assert next_context(13) == ([7, 8, 20, 21, 22, 23, 30, 31, 32, 33], 8)
     assert next_context(12) == ([7, 8, 30, 31, 32, 33], 4)
@@ -93,7 +93,7 @@ def test_as_many_turns_as_fit_are_repeated():
     assert next_context(15, "drop_observations") == (shortened, 10)
     assert next_context(14, "drop_observations") is None
     many = ContextRule(name="last_turns", max_tokens=12, keep=10**9, turn_tokens=3)
-    assert many.next_context([7, 8], TURNS) == ([7, 8, 30, 31, 32, 33], 4)
+    assert many.build_next_context([7, 8], TURNS) == ([7, 8, 30, 31, 32, 33], 4)
 
 
 # Rollouts.

@@ -278,30 +278,33 @@ def _make_group_mask(group_ids: Int[Array, " N"]) -> Bool[jax.Array, "N N"]:
 def _count_members(
     is_correct: Bool[Array, " N"], group_ids: Int[Array, " N"]
 ) -> tuple[Int[jax.Array, " N"], Int[jax.Array, " N"]]:
-    """Return the size and number correct of each trajectory's group; 0 for negative ids."""
+    """Return the number of trajectories, and of correct ones, in each trajectory's group."""
     same = _make_group_mask(group_ids)
     return same.sum(axis=1), (same & is_correct).sum(axis=1)
 
 
 def _pass_at_k(
-    is_correct: Bool[Array, " N"], count: Int[Array, " N"], num_correct: Int[Array, " N"], k: int
+    is_correct: Bool[Array, " N"],
+    group_size: Int[Array, " N"],
+    num_correct: Int[Array, " N"],
+    k: int,
 ) -> Float[jax.Array, " N"]:
-    """Compute `pass_at_k` from the size and number correct of each trajectory's group."""
-    num_wrong = count - num_correct
+    """Compute `pass_at_k` from the numbers that `_count_members` returns."""
+    num_wrong = group_size - num_correct
 
-    def draw_member(
+    def draw_subset_member(
         i: jax.Array, shares: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
         failed, passed = shares
-        left = jnp.maximum(count - i, 1)
+        left = jnp.maximum(group_size - i, 1)
         passed = passed + failed * (num_correct / left)
         return failed * ((num_wrong - i) / left), passed
 
     # Sample the subset one member at a time; it passes at its first correct member. Every term of
     # `1 - F` is positive, so nothing cancels, and no binomial coefficient overflows. With fewer
     # than k wrong trajectories, as in every group smaller than k, F reaches zero and stays there.
-    start = (jnp.ones(count.shape), jnp.zeros(count.shape))
-    failed, passed = jax.lax.fori_loop(0, k, draw_member, start)
+    start = (jnp.ones(group_size.shape), jnp.zeros(group_size.shape))
+    failed, passed = jax.lax.fori_loop(0, k, draw_subset_member, start)
     has_signal = (num_correct > 0) & (failed > 0)
     right = jnp.sqrt(failed / jnp.where(has_signal, passed, 1.0))
     wrong = -right * num_correct / jnp.maximum(num_wrong, 1)

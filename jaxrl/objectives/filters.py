@@ -75,9 +75,9 @@ def keep_in_range(
 def needs_resampling(
     scores: Float[Array, " N"], is_abstention: Bool[Array, " N"], group_ids: Int[Array, " N"]
 ) -> Bool[np.ndarray, " N"]:
-    """Return a mask of trajectories in groups without a correct answer or an abstention.
+    """Return a mask of trajectories in groups with neither a correct answer nor an abstention.
 
-    BAPO (https://arxiv.org/abs/2601.11037) samples such groups again, completely.
+    BAPO (https://arxiv.org/abs/2601.11037) resamples all trajectories of such groups.
 
     Args:
         scores: Correctness, at most 0 for a wrong answer, before any boundary-aware bonus.

@@ -46,8 +46,8 @@ def clipped_policy_loss(
         loss_mask: True for tokens that the policy sampled.
         clip_low: The lower bound on the ratio is `1 - clip_low`.
         clip_high: The upper bound on the ratio is `1 + clip_high`.
-        dual_clip: Bound above 1: with a negative advantage, the loss is at most
-            `dual_clip * |advantage|`. 0 disables it.
+        dual_clip: Dual-clip constant, greater than 1. Caps the loss at `dual_clip * |advantage|`
+            where the advantage is negative. 0 disables dual clip.
 
     Returns:
         The loss, and metrics named and averaged as in verl. `pg_clipfrac`: 1 where the clipped

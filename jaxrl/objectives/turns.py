@@ -39,7 +39,7 @@ def compute_turn_returns(
 
 
 def estimate_by_turn(
-    estimator: Callable[..., Any], arrays: Sequence[str], columns: Mapping[str, Array]
+    estimator: Callable[..., Any], array_names: Sequence[str], columns: Mapping[str, Array]
 ) -> Float[jax.Array, "N K"]:
     """Apply an estimator to the t-th turns of all trajectories, separately for each t.
 
@@ -54,13 +54,13 @@ def estimate_by_turn(
 
     Args:
         estimator: Advantage estimator with its settings bound.
-        arrays: Names of the arrays that the estimator takes, in order.
+        array_names: Names of the arrays that the estimator takes, in order.
         columns: Arrays by name. Those of shape [N, K] have one column per turn.
     """
     num_turns = next(c.shape[1] for c in columns.values() if getattr(c, "ndim", 0) == 2)
 
     def estimate_turn(turn: jax.Array) -> jax.Array:
-        inputs = [columns[name] for name in arrays]
+        inputs = [columns[name] for name in array_names]
         return estimator(*(jnp.asarray(c)[:, turn] if c.ndim == 2 else c for c in inputs))
 
     # Process turns sequentially: an estimator's comparisons are N x N.

@@ -29,14 +29,14 @@ class TurnIds:
 
 
 ContextPolicy = Callable[[Sequence[TurnIds], int], list[int]]
-"""Function that returns the next context's ids after the prompt, from the turns so far and a count
-(at least 1). The ids end with the newest observation.
+"""Function that returns the next context's ids after the prompt, from the turns so far and the
+number of recent turns to preserve (at least 1). The ids end with the newest observation.
 """
 
 
-def drop_observations(turns: Sequence[TurnIds], count: int) -> list[int]:
-    """Return the ids of all turns, with the bodies of all but `count` observations omitted."""
-    first = len(turns) - count  # first turn that keeps its observation
+def drop_observations(turns: Sequence[TurnIds], num_recent: int) -> list[int]:
+    """Return the ids of all turns, omitting observation bodies before the last `num_recent`."""
+    first = len(turns) - num_recent  # first turn that keeps its observation
     parts = (
         (*turn.sampled, *(turn.observation if i >= first else turn.placeholder))
         for i, turn in enumerate(turns)
@@ -44,9 +44,9 @@ def drop_observations(turns: Sequence[TurnIds], count: int) -> list[int]:
     return [token for part in parts for token in part]
 
 
-def keep_last_turns(turns: Sequence[TurnIds], count: int) -> list[int]:
-    """Return the ids of the newest `count` turns, including their observations."""
-    return [token for turn in turns[-count:] for token in (*turn.sampled, *turn.observation)]
+def keep_last_turns(turns: Sequence[TurnIds], num_recent: int) -> list[int]:
+    """Return the ids of the last `num_recent` turns, including their observations."""
+    return [token for turn in turns[-num_recent:] for token in (*turn.sampled, *turn.observation)]
 
 
 CONTEXT_POLICIES: Mapping[str, ContextPolicy] = {
@@ -77,15 +77,15 @@ class ContextRule:
         """Return True if another turn fits after `length` tokens."""
         return length + self.turn_tokens <= self.max_tokens
 
-    def next_context(
+    def build_next_context(
         self, prompt: Sequence[int], turns: Sequence[TurnIds]
     ) -> tuple[list[int], int] | None:
         """Return the ids of the next context, and the number of ids that repeat earlier tokens.
 
         The result is None if no turn fits, even when only one observation or turn is kept.
         """
-        for count in range(min(self.keep, len(turns)), 0, -1):
-            token_ids = [*prompt, *CONTEXT_POLICIES[self.name](turns, count)]
+        for num_recent in range(min(self.keep, len(turns)), 0, -1):
+            token_ids = [*prompt, *CONTEXT_POLICIES[self.name](turns, num_recent)]
             if self.has_room(len(token_ids)):
                 return token_ids, len(token_ids) - len(turns[-1].observation)
         return None

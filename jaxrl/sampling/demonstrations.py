@@ -21,7 +21,11 @@ from jaxrl.envs.protocol import SEARCH_R1, Protocol, mask_call_arguments
 from jaxrl.sampling.contexts import ContextRule, TurnIds
 from jaxrl.sampling.episodes import TokenLimits
 from jaxrl.sampling.interfaces import ImageProcessor
-from jaxrl.sampling.observations import encode_observation, encode_omission_notice, encode_results
+from jaxrl.sampling.observations import (
+    encode_observation,
+    encode_omitted_observation,
+    encode_results,
+)
 from jaxrl.types import Attachment
 
 
@@ -164,9 +168,9 @@ def encode_demonstration(
     num_sampled = 0  # length of the turn before an observation
 
     # The chat template may write the beginning of an assistant message after a prompt or results.
-    opener = tokenizer.get_response_prefix(chat_tools)
+    response_prefix = tokenizer.get_response_prefix(chat_tools)
     turns = [
-        _strip_template_prefix(opener, turn, location)
+        _strip_template_prefix(response_prefix, turn, location)
         if index == 0 or (protocol.in_template and turn["role"] == "assistant")
         else turn
         for index, turn in enumerate(turns)
@@ -194,15 +198,15 @@ def encode_demonstration(
             ids, *_ = encode_results(
                 tokenizer, results, tools=chat_tools, max_result_tokens=limit, max_tokens=max_tokens
             )
-            segments.append((ids, encode_omission_notice(tokenizer, results, chat_tools)))
+            segments.append((ids, encode_omitted_observation(tokenizer, results, chat_tools)))
             continue
         for content in contents:
             observation = protocol.render_observation(content)
             ids, _ = encode_observation(
                 tokenizer, observation, max_body_tokens=limit, max_tokens=max_tokens
             )
-            segments.append((ids, encode_omission_notice(tokenizer, observation)))
-    _check_results(messages[start:], protocol, tools, location)
+            segments.append((ids, encode_omitted_observation(tokenizer, observation)))
+    _check_tool_results(messages[start:], protocol, tools, location)
     return _join_segments(prompt, segments, limits.context, tokenizer, location)
 
 
@@ -237,7 +241,7 @@ def _join_segments(
             sampled = []
             if not contexts.has_room(length + len(ids)):
                 # -1 if even the next context has no room; the check below rejects it.
-                new_ids, num_repeated = contexts.next_context(prompt, turn_ids) or ([], -1)
+                new_ids, num_repeated = contexts.build_next_context(prompt, turn_ids) or ([], -1)
         if num_repeated:
             starts.append((sum(len(ids) for ids, _ in written), num_repeated))
             length = 0
@@ -294,18 +298,20 @@ def _flatten_message(
             f"protocol {protocol.name!r} does not render; expected all text in the content, as the "
             "model should write it. Move it there, or remove the field."
         )
-    opener = tokenizer.get_response_prefix(chat_tools)
+    response_prefix = tokenizer.get_response_prefix(chat_tools)
     text = tokenizer.render_turn(message, chat_tools)
-    return {"role": message["role"], "content": text.removeprefix(opener)}
+    return {"role": message["role"], "content": text.removeprefix(response_prefix)}
 
 
-def _strip_template_prefix(opener: str, message: dict[str, Any], location: str) -> dict[str, Any]:
+def _strip_template_prefix(
+    response_prefix: str, message: dict[str, Any], location: str
+) -> dict[str, Any]:
     """Return an assistant message without the text that the chat template writes before it.
 
     Raises:
         ValueError: That text starts a `<think>` block that the message does not close.
     """
-    content, prefix = message["content"], opener.strip()
+    content, prefix = message["content"], response_prefix.strip()
     if not prefix:
         return message
     if content.lstrip().startswith(prefix):
@@ -315,15 +321,15 @@ def _strip_template_prefix(opener: str, message: dict[str, Any], location: str) 
         and "</think>" not in mask_call_arguments(content).partition("<think>")[0]
     ):
         raise ValueError(
-            f"{location}: the model's chat template begins every answer with {opener!r}, but "
-            f"{content[:40]!r} does not start with it or close the thought. Start the "
+            f"{location}: the model's chat template begins every answer with {response_prefix!r}, "
+            f"but {content[:40]!r} does not start with it or close the thought. Start the "
             "message with it, or try to disable it with "
             "config.prompt.chat_template_kwargs (enable_thinking)."
         )
     return message
 
 
-def _check_results(
+def _check_tool_results(
     messages: list[dict[str, Any]], protocol: Protocol, tools: Sequence[str], location: str
 ) -> None:
     """Check that each turn has one tool result per call, as in rollouts."""

@@ -290,7 +290,7 @@ class Engine:
         self._decode = define_program(
             programs.decode_packed,
             name="decode",
-            variants=self._decode_variants(),
+            variants=self._list_decode_variants(),
             donate_argnums=(1,),
             static_argnums=(7, 8),
         )
@@ -313,9 +313,9 @@ class Engine:
         self._state: DecodeState | None = None
         self._zero_pages: SamplerCache | None = None
         self._attachment_embeds: jax.Array | None = None  # last embedded attachments
-        self._reset()
+        self._reset_scheduling()
 
-    def _reset(self) -> None:
+    def _reset_scheduling(self) -> None:
         """Drop all requests and mark all pages and states as free."""
         self._rows: dict[int, Row] = {}  # all shards, by request
         self._queue: deque[tuple[int, Request]] = deque()
@@ -342,8 +342,8 @@ class Engine:
         return join_keys(self.programs, self.programs.architecture.program_key)
 
     @property
-    def compiled_functions(self) -> tuple[CompiledFunction, ...]:
-        """Return all programs of the engine, including those not compiled yet."""
+    def jitted_functions(self) -> tuple[CompiledFunction, ...]:
+        """Return the engine's jitted functions, whether or not they have been compiled."""
         return self._prefill, self._decode, self._copy, self._swap, self._embed
 
     def check_recorded_arrays(self) -> None:
@@ -387,7 +387,7 @@ class Engine:
         )
         state = make_abstract(by_row, programs.init_decode_state)
         attachment_embeds = make_abstract(by_row, programs.init_embeds, self._max_units)
-        indices = self._make_indices()
+        indices = self._make_transfer_indices()
         no_rows: list[list[Row]] = [[] for _ in range(shards)]
 
         # Lower one program per combination of shapes, with dummy rows and blocks.
@@ -405,7 +405,7 @@ class Engine:
                     weights, cache, blocks, attachment_embeds, variant=size
                 )
             )
-        for variant in self._decode_variants():
+        for variant in self._list_decode_variants():
             rows, *static_args = variant
             chunk, _ = self._build_rows(no_rows, rows)
             sampling_params = self._get_sampling_params(no_rows, rows)
@@ -414,7 +414,7 @@ class Engine:
         total = len(jobs)
         compile_all(jobs, lambda count: show(f"compiling the sampler, {count} of {total} programs"))
 
-    def _decode_variants(self) -> list[tuple[int, str, int]]:
+    def _list_decode_variants(self) -> list[tuple[int, str, int]]:
         """Return the rows per shard, sampling method and past pages of each decoding program."""
         sizes = [(rows, kind) for kind in self.kinds for rows in self._select_row_sizes(kind)]
         return [(*size, pages) for size in sizes for pages in self.past_sizes]
@@ -455,7 +455,7 @@ class Engine:
     @property
     def num_compilations(self) -> int:
         """Return the number of programs compiled, or loaded from the compilation cache, so far."""
-        return sum(function.num_programs for function in self.compiled_functions)
+        return sum(function.num_programs for function in self.jitted_functions)
 
     def set_weights(self, params: Params) -> None:
         """Cast and reshard all parameters of the policy for decoding; call once per update.
@@ -486,7 +486,7 @@ class Engine:
 
     def clear(self) -> None:
         """Drop all requests, including running requests, and free the cache."""
-        self._reset()
+        self._reset_scheduling()
         delete_arrays((self._cache, self._state, self._zero_pages, self._attachment_embeds))
         self._cache = self._state = self._zero_pages = self._attachment_embeds = None
 
@@ -652,8 +652,8 @@ class Engine:
         is_dispatched = self._allocate_pages()
         if is_dispatched:
             self._swap_in()
-            self._admit()
-            is_dispatched = self._dispatch()
+            self._admit_requests()
+            is_dispatched = self._dispatch_chunk()
         self.peak_pages = max(shard.pool.peak_used for shard in self._shards)
         if len(self._in_flight) <= (ahead if is_dispatched else 0):
             return []
@@ -682,7 +682,7 @@ class Engine:
                     self._tables[row.slot, first : len(row.pages)] = row.pages[first:]
         return True
 
-    def _write_table(self, row: Row) -> None:
+    def _update_block_table(self, row: Row) -> None:
         """Update a row's block table from its pages."""
         self._tables[row.slot] = self.num_pages
         self._tables[row.slot, : len(row.pages)] = row.pages
@@ -700,7 +700,7 @@ class Engine:
         for shard in self._shards:
             while row := shard.get_row_to_swap_in():
                 first, end = shard.swap_in(row), count_pages(row.length, self.page_tokens)
-                self._write_table(row)
+                self._update_block_table(row)
                 self._swap_row(row, targets=row.pages[first:end], first=first)
                 row.saved = None
 
@@ -725,7 +725,7 @@ class Engine:
         ranks = [room for room in candidates if room]
         return min(ranks)[-1] if ranks else None
 
-    def _admit(self) -> None:
+    def _admit_requests(self) -> None:
         """Admit queued requests while there is room."""
         loads = [shard.num_runnable_rows for shard in self._shards] if self._queue else []
         while (shard := self._select_shard(loads)) is not None:
@@ -741,7 +741,7 @@ class Engine:
                 number, request.prompt, slot=slot, budget=request.budget
             )
             self._keys[slot] = request.sample_key
-            self._write_table(row)
+            self._update_block_table(row)
             row.stop_state, row.start_state = request.stop_state, request.start_state
             # The prompt is cached: only its position offset is needed.
             is_cached = not row.prefill_ids
@@ -759,7 +759,7 @@ class Engine:
         shards = self.num_shards
         return self.num_pages * shards, self.page_tokens, self.num_states * shards
 
-    def _make_indices(
+    def _make_transfer_indices(
         self,
         pages: Mapping[int, Sequence[int]] = MappingProxyType({}),
         states: Mapping[int, int] = MappingProxyType({}),
@@ -785,7 +785,7 @@ class Engine:
                 if shard.state_copies
             }
             sources, targets = (
-                self._make_indices(
+                self._make_transfer_indices(
                     {shard: [pair[side] for pair in pairs] for shard, pairs in pages.items()},
                     {shard: pair[side] for shard, pair in states.items()},
                 )
@@ -813,7 +813,7 @@ class Engine:
         # Swap a fixed number of pages per call, so that one program suffices. If nothing is
         # written, `_zero_pages` is the input. The first call also swaps the state.
         if self._zero_pages is None:
-            self._zero_pages = self._make_transfer()
+            self._zero_pages = self._make_swap_arrays()
         shard, saved = row.shard, row.saved
         contents: list[Any] = []
         states: Any = ()
@@ -822,13 +822,13 @@ class Engine:
             write = targets[start : start + PAGES_PER_TRANSFER]
             incoming = self._zero_pages
             if saved is not None:
-                incoming = self._make_transfer(saved, shard, first + start, len(write))
+                incoming = self._make_swap_arrays(saved, shard, first + start, len(write))
             slot = {shard: row.state_slot} if self.num_states and not start else {}
             self._cache, outgoing = self._swap(
                 self._cache,
                 incoming,
-                self._make_indices({shard: read}, slot if saved is None else {}),
-                self._make_indices({shard: write}, {} if saved is None else slot),
+                self._make_transfer_indices({shard: read}, slot if saved is None else {}),
+                self._make_transfer_indices({shard: write}, {} if saved is None else slot),
             )
             if saved is None:
                 begin = shard * PAGES_PER_TRANSFER
@@ -839,7 +839,7 @@ class Engine:
         pages = jax.tree.map(lambda *parts: np.concatenate(parts), *contents) if contents else ()
         return SamplerCache(pages=pages, states=states)
 
-    def _make_transfer(
+    def _make_swap_arrays(
         self, saved: SamplerCache | None = None, shard: int = 0, first: int = 0, count: int = 0
     ) -> SamplerCache:
         """Return the arrays that the swap program writes: zeros, or contents saved from a shard.
@@ -864,7 +864,7 @@ class Engine:
 
     # Chunks.
 
-    def _dispatch(self) -> bool:
+    def _dispatch_chunk(self) -> bool:
         """Dispatch a chunk of the rows that can run, oldest first; return False if none can."""
         running = [shard.scheduled_rows for shard in self._shards]
         if not any(running):
@@ -1037,7 +1037,10 @@ class Engine:
 def _pop_recorded_arrays(
     row: Row, report: decode.ChunkReport, index: int, count: int
 ) -> Mapping[str, np.ndarray]:
-    """Pop the arrays recorded for a row since its last event."""
+    """Pop the arrays recorded for a row since its last event.
+
+    The report holds the last `count` tokens, at `index`; earlier blocks are popped from the row.
+    """
     before = [read.arrays for read in row.recorded_blocks]
     row.recorded_blocks = []
     return {

@@ -33,7 +33,11 @@ from jaxrl.envs.images import Picture, UnreadableImageError, split_at_tags
 from jaxrl.models.aux_arrays import TokenArraySpec
 from jaxrl.sampling.contexts import ContextRule, TurnIds
 from jaxrl.sampling.interfaces import ImageProcessor, SamplingConfig
-from jaxrl.sampling.observations import encode_observation, encode_omission_notice, encode_results
+from jaxrl.sampling.observations import (
+    encode_observation,
+    encode_omitted_observation,
+    encode_results,
+)
 from jaxrl.sampling.step_results import (
     check_chat,
     get_images,
@@ -157,7 +161,7 @@ class BaseRollout:
     def _make_samples(self, draws: Sequence[Draw], group_size: int) -> list[Sample]:
         """Create the samples of all draws; mark those of tasks that cannot start as failed."""
         samples = []
-        images_by_task = self._preprocess_all([draw.task for draw in draws])
+        images_by_task = self._preprocess_task_images([draw.task for draw in draws])
         for draw, images in zip(draws, images_by_task, strict=True):
             prompt: list[int] = []
             failure: str | None = None
@@ -202,14 +206,14 @@ class BaseRollout:
             raise self._make_prompt_error(task, prompt)
         return fits
 
-    def _preprocess_all(
+    def _preprocess_task_images(
         self, tasks: Sequence[Task]
     ) -> list[tuple[Attachment, ...] | UnreadableImageError]:
-        """Preprocess the images of each task; return the error of a task with unreadable ones."""
+        """Preprocess each task's images; return them, or the error if they cannot be read."""
 
         def preprocess(task: Task) -> tuple[Attachment, ...] | UnreadableImageError:
             try:
-                return tuple(self._preprocess(task.images))
+                return tuple(self._preprocess_images(task.images))
             except UnreadableImageError as error:
                 return error
 
@@ -217,7 +221,7 @@ class BaseRollout:
             return [()] * len(tasks)
         return parallel_map(preprocess, tasks, max_threads=_IMAGE_THREADS)
 
-    def _preprocess(self, pictures: Sequence[Picture]) -> list[Attachment]:
+    def _preprocess_images(self, pictures: Sequence[Picture]) -> list[Attachment]:
         return [self._image_processor(picture) for picture in pictures]
 
     @property
@@ -239,7 +243,7 @@ class BaseRollout:
             raise self._make_prompt_error(task, prompt)
         return prompt
 
-    def _num_image_tokens(self, token_ids: Sequence[int]) -> int:
+    def _count_image_placeholders(self, token_ids: Sequence[int]) -> int:
         """Return the number of image and video tokens in `token_ids`."""
         ids = self._tokenizer.image_id, self._tokenizer.video_id
         return sum(token_ids.count(id) for id in ids if id is not None)
@@ -247,7 +251,7 @@ class BaseRollout:
     def _exceeds_image_limit(self, *parts: Sequence[int]) -> bool:
         """Return True if `parts` contain more image tokens than a trajectory may have."""
         limit = self._limits.max_image_tokens
-        return 0 < limit < sum(map(self._num_image_tokens, parts))
+        return 0 < limit < sum(map(self._count_image_placeholders, parts))
 
     @property
     def prompt_limit(self) -> int:
@@ -276,7 +280,7 @@ class BaseRollout:
         if self._exceeds_image_limit(prompt):
             return ValueError(
                 f"the images of the prompt of task {task.id!r} take "
-                f"{self._num_image_tokens(prompt)} tokens; expected at most "
+                f"{self._count_image_placeholders(prompt)} tokens; expected at most "
                 f"{self._limits.max_image_tokens}. Raise config.rollout.max_image_tokens, lower "
                 "config.images.max_pixels, or set config.rollout.overlong_prompts to 'drop'."
             )
@@ -326,7 +330,7 @@ class BaseRollout:
             )
         return self._envs[task.environment]
 
-    def _remaining_budget(
+    def _compute_remaining_budget(
         self, sample: Sample, num_added: int = 0, context_length: int | None = None
     ) -> int:
         """Return the number of tokens that may be sampled after appending `num_added` tokens.
@@ -389,7 +393,7 @@ class BaseRollout:
         try:
             # Decode here, in the environment's thread, so that the main loop hits the processor's
             # cache.
-            count = sum(self._count_image_tokens(self._preprocess(pictures)))
+            count = sum(self._count_image_tokens(self._preprocess_images(pictures)))
         except UnreadableImageError as error:
             return make_failed_step(f"a tool returned an invalid image: {error}")
         if count > self._limits.max_observation_tokens:
@@ -441,13 +445,13 @@ class BaseRollout:
         if (contexts := self._limits.context) is not None:
             sampled = sample.token_ids[sample.turn_starts[-1] :]
             tools = self._tools[sample.episode.task.environment]
-            without_body = encode_omission_notice(self._tokenizer, result.observation, tools)
+            without_body = encode_omitted_observation(self._tokenizer, result.observation, tools)
             sample.turn_ids.append(
                 TurnIds(sampled=sampled, observation=token_ids, placeholder=without_body)
             )
             if not contexts.has_room(context_length):
                 prompt = sample.token_ids[: sample.prompt_length]
-                next_context = contexts.next_context(prompt, sample.turn_ids)
+                next_context = contexts.build_next_context(prompt, sample.turn_ids)
                 if next_context is None:
                     self._end_episode(sample, make_turn(), Outcome.OUT_OF_BUDGET)
                     return None
@@ -455,7 +459,7 @@ class BaseRollout:
                 context_length = len(token_ids)
 
         # End the episode if nothing is left to sample after the observation.
-        remaining = self._remaining_budget(sample, len(token_ids), context_length)
+        remaining = self._compute_remaining_budget(sample, len(token_ids), context_length)
         if remaining <= 0 or self._exceeds_image_limit(sample.token_ids, token_ids):
             self._end_episode(sample, make_turn(), Outcome.OUT_OF_BUDGET)
             return None
@@ -463,13 +467,13 @@ class BaseRollout:
             sample.begin_context(token_ids, num_repeated)
         else:
             sample.append_observation(token_ids)
-        sample.attachments += self._preprocess(pictures)
+        sample.attachments += self._preprocess_images(pictures)
         sample.episode.turns.append(
             make_turn(observation=shown, results=results, images=tuple(pictures))
         )
         return token_ids
 
-    def _max_observation_tokens(self, sample: Sample) -> int:
+    def _compute_max_observation_tokens(self, sample: Sample) -> int:
         """Return the maximum length of an observation that leaves room to sample one token."""
         room = self._limits.max_total_tokens - len(sample.token_ids) - 1
         turn_length = len(sample.token_ids) - sample.turn_starts[-1]
@@ -494,14 +498,14 @@ class BaseRollout:
                 observation,
                 tools=self._tools[sample.episode.task.environment],
                 max_result_tokens=self._limits.max_observation_tokens,
-                max_tokens=self._max_observation_tokens(sample),
+                max_tokens=self._compute_max_observation_tokens(sample),
                 image_tokens=[
-                    self._count_image_tokens(self._preprocess(images))
+                    self._count_image_tokens(self._preprocess_images(images))
                     for images in observation.images
                 ],
             )
         tokens = (
-            self._count_image_tokens(self._preprocess(observation.images))
+            self._count_image_tokens(self._preprocess_images(observation.images))
             if observation.images
             else []
         )
@@ -509,7 +513,7 @@ class BaseRollout:
             self._tokenizer,
             observation,
             max_body_tokens=self._limits.max_observation_tokens - sum(tokens),
-            max_tokens=self._max_observation_tokens(sample),
+            max_tokens=self._compute_max_observation_tokens(sample),
             image_tokens=tokens,
         )
         return ids, text, ()
@@ -576,4 +580,5 @@ def _check_num_results(env: Env, method: str, count: int, expected: int) -> None
 
 
 def _is_fatal(error: BaseException) -> bool:
+    """Return True for an outage without a fallback, which stops the run."""
     return isinstance(error, OutageError) and error.fallback is None

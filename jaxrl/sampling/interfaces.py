@@ -14,7 +14,7 @@ from jaxrl.types import Attachment, Group, Params
 
 @dataclass(frozen=True, kw_only=True)
 class Seeds:
-    """Inputs to the random keys of samples that are the same for a complete rollout."""
+    """Inputs to the random keys that are the same for all samples of a rollout."""
 
     seed: int
     stage: int
@@ -127,17 +127,17 @@ class ImageProcessor(Protocol):
     num_values_per_patch: int
     num_patches_per_token: int
 
-    def num_tokens(self, picture: Picture) -> int:
+    def num_tokens(self, image: Picture) -> int:
         """Return the number of prompt tokens of an image.
 
         Raises:
             UnreadableError: The data is not an image.
         """
 
-    def num_units(self, image: Any) -> int:
+    def num_units(self, attachment: Any) -> int:
         """Return the number of tokens of a preprocessed image."""
 
-    def __call__(self, picture: Picture) -> Attachment:
+    def __call__(self, image: Picture) -> Attachment:
         """Preprocess an image for the model.
 
         Raises:

@@ -87,8 +87,8 @@ def encode_results(
         results: Results from the environment.
         tools: Tool schemas that the template describes in this chat.
         max_result_tokens: Maximum length of each result in tokens.
-        max_tokens: Maximum length of the complete turn in tokens, which the results use up in
-            order; None for no limit. Images and the template's text are never truncated.
+        max_tokens: Maximum length of the complete turn in tokens; None for no limit. Earlier
+            results take tokens first. Images and the template's text are never truncated.
         image_tokens: Number of tokens of each image of each result; () if there are none.
 
     Returns:
@@ -108,7 +108,7 @@ def encode_results(
     return *tokenizer.render_results(shown, tools, image_tokens), tuple(shown)
 
 
-def encode_omission_notice(
+def encode_omitted_observation(
     tokenizer: Tokenizer,
     observation: Observation | ToolResults | None,
     tools: Sequence[Mapping[str, Any]] = (),

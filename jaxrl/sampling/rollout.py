@@ -134,14 +134,14 @@ class Rollout(BaseRollout):
             sample for group in unfinished.values() for sample in group if id(sample) not in waiting
         ]
         active = [sample for sample in active if sample.episode.outcome is None]
-        running = self._submit(active, sampling) if active else {}
+        running = self._submit_samples(active, sampling) if active else {}
         # Compute keys on a sampling device: others may be busy with an update.
         for sample, key in zip(
-            new_samples, derive_keys(new_draws, sampling, self._engine.device), strict=True
+            new_samples, derive_rollout_keys(new_draws, sampling, self._engine.device), strict=True
         ):
             sample.key = key
         started = [sample for sample in new_samples if sample.episode.outcome is None]
-        running |= self._submit(started, sampling)
+        running |= self._submit_samples(started, sampling)
         self._threads = ThreadPool()
         try:
             with interruptible(should_stop):
@@ -210,7 +210,7 @@ class Rollout(BaseRollout):
         is_next = self._schedule.deterministic and self._schedule.lag_chunks == 1
         ahead = 1 if self._engine.overlaps and not is_next else 0
         while calls or not self._engine.is_idle:
-            check_stop(should_stop)
+            raise_if_stopped(should_stop)
             groups = [group for group in groups if _has_open_episode(group)]
             if len(groups) <= sampling.max_unfinished:
                 return
@@ -228,7 +228,10 @@ class Rollout(BaseRollout):
                     calls.append(self._start_call(called, due))
 
     def _start_call(self, members: list[tuple[int, Sample, str]], due: int) -> _EnvCall:
-        """Step the environment in a thread, for rows that stopped with the given turns."""
+        """Step the environment in a thread, for stopped rows; replies are due at chunk `due`.
+
+        `members` holds the request, sample and turn text of each row.
+        """
         episodes = [sample.episode for _, sample, _ in members]
         texts = [text for _, _, text in members]
         deadline = time.monotonic() + (self._schedule.deadline_s or math.inf)
@@ -270,7 +273,7 @@ class Rollout(BaseRollout):
             poll_s = BUSY_POLL_S if idle_at == math.inf else IDLE_POLL_S
             if wait(replies, timeout=min(remaining_s, poll_s), return_when=FIRST_COMPLETED).done:
                 break
-            check_stop(should_stop)
+            raise_if_stopped(should_stop)
         engine.wait_s[cause] += max(time.monotonic() - idle_at, 0.0)
 
     def _append_events(
@@ -291,7 +294,9 @@ class Rollout(BaseRollout):
                 members.append((event.request, sample, text))
         return members
 
-    def _submit(self, samples: Sequence[Sample], sampling: SamplingConfig) -> dict[int, Sample]:
+    def _submit_samples(
+        self, samples: Sequence[Sample], sampling: SamplingConfig
+    ) -> dict[int, Sample]:
         """Submit the current context of each sample to the engine; return samples by request."""
         requests = []
         for sample in samples:
@@ -307,7 +312,7 @@ class Rollout(BaseRollout):
                 Request(
                     prompt_ids=tuple(sample.token_ids[-length:]),
                     sample_key=key,
-                    budget=self._remaining_budget(sample),
+                    budget=self._compute_remaining_budget(sample),
                     attachments=tuple(sample.attachments),
                     stop_state=automaton.compute_state(sample.token_ids[sample.turn_starts[-1] :]),
                     start_state=automaton.start_state,
@@ -361,11 +366,11 @@ class Rollout(BaseRollout):
                 del samples[request]
                 resubmitted.append(sample)
                 continue
-            resumed.append((request, token_ids, self._remaining_budget(sample)))
+            resumed.append((request, token_ids, self._compute_remaining_budget(sample)))
             attachments[request] = sample.attachments[num_before:]
         self._engine.resume(resumed, attachments)
         if resubmitted:
-            samples |= self._submit(resubmitted, sampling)
+            samples |= self._submit_samples(resubmitted, sampling)
 
 
 def make_group_keys(draws: Sequence[Draw], sampling: SamplingConfig) -> list[tuple[int, int, int]]:
@@ -373,7 +378,7 @@ def make_group_keys(draws: Sequence[Draw], sampling: SamplingConfig) -> list[tup
     return [(sampling.seeds.stage, draw.stream_index, draw.attempt) for draw in draws]
 
 
-def derive_keys(draws: Sequence[Draw], sampling: SamplingConfig, device: Any) -> np.ndarray:
+def derive_rollout_keys(draws: Sequence[Draw], sampling: SamplingConfig, device: Any) -> np.ndarray:
     """Return the random keys of all samples, group by group: uint32 [draws * group_size, 2]."""
     seeds, size = sampling.seeds, sampling.group_size
     return derive_sample_keys(
@@ -392,7 +397,7 @@ def _has_open_episode(group: Sequence[Sample]) -> bool:
     return None in [sample.episode.outcome for sample in group]
 
 
-def check_stop(should_stop: Callable[[], bool]) -> None:
+def raise_if_stopped(should_stop: Callable[[], bool]) -> None:
     """Raise `Interrupted` if `should_stop` returns True."""
     if should_stop():
         raise Interrupted("the rollout was asked to stop")

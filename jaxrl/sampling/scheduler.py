@@ -63,7 +63,7 @@ class Prefix:
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of prompt tokens in the pages: all but the last."""
+        """Return the number of prompt tokens stored in pages: every token except the last."""
         return len(self.prompt.ids) - 1
 
 

@@ -108,8 +108,8 @@ class Sample:
         """Return the length of the current context in tokens."""
         return len(self.token_ids) - (self.contexts[-1][0] if self.contexts else 0)
 
-    def token_arrays(self, specs: Mapping[str, TokenArraySpec]) -> dict[str, np.ndarray]:
-        """Return recorded arrays `[L, ...]`.
+    def build_token_arrays(self, specs: Mapping[str, TokenArraySpec]) -> dict[str, np.ndarray]:
+        """Return the sample's recorded arrays `[L, ...]`, by name.
 
         The last token of each context was never fed to the model, so its value is `fill`.
         """
@@ -145,7 +145,7 @@ class Sample:
         return ScoredEpisode(episode=self.episode, reward=reward, completion_ids=ids)
 
     def fail(self, error: BaseException) -> None:
-        """End the episode with an environment error, for a failure in scoring."""
+        """Mark the episode as ended by an environment error, after its scoring failed."""
         turns = self.episode.turns
         message = replace_surrogates(f"score: {format_error_report(error)}")
         self.episode.outcome = Outcome.ENVIRONMENT_ERROR
@@ -188,7 +188,7 @@ def to_trajectory(sample: Sample, specs: Mapping[str, TokenArraySpec]) -> Trajec
         rollout_entropies=entropies,
         policy_versions=versions,
         attachments=tuple(sample.attachments),
-        token_arrays=sample.token_arrays(specs),
+        token_arrays=sample.build_token_arrays(specs),
         prompt_length=sample.prompt_length,
         sample_index=sample.sample_index,
         attempt=sample.attempt,

@@ -74,7 +74,7 @@ def test_configurations_need_at_most_ten_programs(path, platform):
             max_units=config.image_tokens,
             kinds=list_sampling_methods(config),
         )
-        programs = {function.name: function.variants for function in sampler.compiled_functions}
+        programs = {function.name: function.variants for function in sampler.jitted_functions}
         assert {pages for _, _, pages in programs["decode"]} == {*sampler.past_sizes}
         programs["decode"] = {(rows, kind) for rows, kind, _ in programs["decode"]}
         assert programs.keys() == {"prefill", "decode", "copy", "swap", "embed"}

@@ -44,7 +44,7 @@ from jaxrl.sampling.episodes import (
     TokenLimits,
 )
 from jaxrl.sampling.interfaces import ImageProcessor, SamplingConfig
-from jaxrl.sampling.rollout import IDLE_POLL_S, check_stop
+from jaxrl.sampling.rollout import IDLE_POLL_S, raise_if_stopped
 from jaxrl.sampling.step_results import get_images, make_failed_step
 from jaxrl.sampling.trajectory import Sample
 from jaxrl.types import Draw, Group
@@ -330,7 +330,7 @@ class ChatRollout(BaseRollout):
         try:
             pending, total = set(episodes), len(samples)
             while pending:
-                check_stop(should_stop)
+                raise_if_stopped(should_stop)
                 progress(total - len(pending), total)
                 done, pending = wait(pending, timeout=IDLE_POLL_S, return_when=FIRST_EXCEPTION)
                 for episode in done:
@@ -397,7 +397,7 @@ class ChatRollout(BaseRollout):
         fields: dict[str, Any] = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "max_tokens": self._remaining_budget(sample),
+            "max_tokens": self._compute_remaining_budget(sample),
             "seed": _derive_seed(sampling, draw, sample),
         }
         messages = list(prompt)

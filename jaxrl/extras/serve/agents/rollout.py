@@ -35,7 +35,12 @@ from jaxrl.extras.serve.server import MAX_CONNECTIONS, Endpoint, Server, bind_po
 from jaxrl.extras.serve.worker import Worker
 from jaxrl.sampling.episodes import BaseRollout, ReplySchedule, RewardFn, TokenLimits
 from jaxrl.sampling.interfaces import ImageProcessor, SamplingConfig
-from jaxrl.sampling.rollout import IDLE_POLL_S, check_stop, derive_keys, make_group_keys
+from jaxrl.sampling.rollout import (
+    IDLE_POLL_S,
+    derive_rollout_keys,
+    make_group_keys,
+    raise_if_stopped,
+)
 from jaxrl.sampling.trajectory import Sample
 from jaxrl.types import Draw, Group
 from jaxrl.utils.concurrency import MAX_ERROR_CHARS
@@ -257,7 +262,7 @@ class AgentRollout(BaseRollout):
     ) -> list[_RunningGroup]:
         """Return a group per draw: its unfinished group from the last rollout, or a new group."""
         new = [draw for draw, key in zip(draws, keys, strict=True) if key not in self._groups]
-        random_keys = iter(derive_keys(new, sampling, self._engine.device))
+        random_keys = iter(derive_rollout_keys(new, sampling, self._engine.device))
         groups = []
         for draw, key in zip(draws, keys, strict=True):
             if key in self._groups:
@@ -298,7 +303,7 @@ class AgentRollout(BaseRollout):
                 ) from worker.failure
             if sum(not group.is_done for group in groups) <= max_unfinished:
                 return
-            check_stop(should_stop)
+            raise_if_stopped(should_stop)
             self._stop_overdue_episodes()
             while waiting and self._count_active_agents() < max_concurrent:
                 self._launch_episode(waiting.popleft())
