@@ -44,7 +44,7 @@ from jaxrl.builders.resolved import ResolvedConfig
 from jaxrl.extras.plan.memory import Target, count_cache_pages, make_target_mesh, plan_rollout
 from jaxrl.models.attention.choice import resolve_kernel_name
 from jaxrl.models.attention.kernels import SHARES_PROMPTS
-from jaxrl.runtime.sharding import count_batch_shards, num_pieces
+from jaxrl.runtime.sharding import count_batch_shards, count_piece_shards
 from jaxrl.sampling.buckets import list_prefill_buckets
 from jaxrl.training.method import has_kl_loss, old_logprobs_are_current
 from tests import compiled_memory as memory
@@ -303,7 +303,7 @@ class Step:
         shards = count_batch_shards(mesh) if SHARES_PROMPTS[kernels] else 0
         shape = compute_batch_shape(config, "train", shards, own["context"], model)
         length, chunk = rollout.max_total_tokens, rollout.chunk_tokens
-        tokens = shape.micro_rows * shape.row_tokens / num_pieces(mesh)
+        tokens = shape.micro_rows * shape.row_tokens / count_piece_shards(mesh)
         sampling = target.num_devices // own["tensor"]
         rows = rollout.max_num_seqs // sampling
         read = list_prefill_buckets(target.platform, length)[-1]

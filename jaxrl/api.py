@@ -138,7 +138,7 @@ class Run:
         return f"<div><code>{html.escape(str(self.workdir))}</code>{table}{''.join(curves)}</div>"
 
     def _get_points(self, name: str) -> list[tuple[str, int, float]]:
-        """Return (stage, step, value) for each record that has the metric."""
+        """Return (stage, step, value) for each record that has the metric `name`."""
         if name not in self.metrics.column_names:
             return []
         columns = (self.metrics[column].to_pylist() for column in ("stage", "step", name))
@@ -420,6 +420,7 @@ class Trainer:
 
     @property
     def _open_learner(self) -> Learner:
+        """Return the learner; raise a ValueError if the trainer is closed or a step has failed."""
         if self._learner is None:
             raise ValueError("the trainer is closed; create another one for the same workdir.")
         if self._learner.is_partial:
@@ -429,8 +430,8 @@ class Trainer:
             )
         return self._learner
 
-    def _begin_step(self) -> Learner:
-        """Finish the last step if it is unfinished; return the learner."""
+    def _finish_previous_step(self) -> Learner:
+        """Finish the previous step if it is unfinished; return the learner."""
         learner = self._open_learner
         if learner.run_state.progress.record is not None:
             self._finish_or_roll_back(learner.finish_step)
@@ -582,12 +583,12 @@ class Trainer:
         """
         _check_tasks(tasks)
         with self._save_on_stop():
-            return self._begin_step().rollout(tasks, group_size)
+            return self._finish_previous_step().rollout(tasks, group_size)
 
     def collect(self) -> list[Group]:
         """Sample a step's groups as `train` does, with the filter, resampling and prefetching."""
         with self._save_on_stop():
-            return self._begin_step().collect()
+            return self._finish_previous_step().collect()
 
     def compute_advantages(self, groups: Sequence[Group]) -> list[Group]:
         """Return the groups with the advantages of the configured estimator.
@@ -597,7 +598,7 @@ class Trainer:
         """
         self._check_groups(groups)
         with self._save_on_stop():
-            return self._begin_step().compute_advantages(groups)
+            return self._finish_previous_step().compute_advantages(groups)
 
     def compute_logprobs(
         self, groups: Sequence[Group], *, use_reference: bool = False
@@ -653,7 +654,7 @@ class Trainer:
         if loss is not None:
             probe_loss(loss)
         with self._save_on_stop():
-            return _add_metric_aliases(self._begin_step().update(groups, loss))
+            return _add_metric_aliases(self._finish_previous_step().update(groups, loss))
 
     def accumulate_gradients(
         self, groups: Sequence[Group], *, loss: Callable[..., Any] | None = None
@@ -667,7 +668,7 @@ class Trainer:
         if loss is not None:
             probe_loss(loss)
         with self._save_on_stop():
-            self._begin_step().accumulate_gradients(groups, loss)
+            self._finish_previous_step().accumulate_gradients(groups, loss)
 
     def apply_gradients(self) -> dict[str, Any]:
         """Take one optimizer step with the accumulated gradient; return metrics as `update` does.
@@ -695,7 +696,7 @@ class Trainer:
         if tasks is not None:
             _check_tasks(tasks)
         with self._save_on_stop():
-            learner = self._begin_step()
+            learner = self._finish_previous_step()
             learner.run_state.check_budget()
             groups = learner.collect() if tasks is None else learner.rollout(tasks)
             learner.update(learner.compute_advantages(groups))

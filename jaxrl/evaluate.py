@@ -306,6 +306,6 @@ def roll_out_suite(run_state: RunState, suite: str) -> list[Group]:
             ),
         ),
         should_stop=run_state.should_stop,
-        progress=run_state.display.make_counter(f"evaluating {suite}, trajectories"),
+        progress=run_state.display.make_progress_callback(f"evaluating {suite}, trajectories"),
     )
     return [group for group in groups if group is not None]  # evaluations finish every group

@@ -44,7 +44,7 @@ from ml_collections import ConfigDict
 from jaxrl.config import schema as configuration
 from jaxrl.config.keys import import_optional
 from jaxrl.config.loading import load_config_file, load_values, parse_overrides
-from jaxrl.runtime.preemption import stop_on_signals
+from jaxrl.runtime.preemption import watch_stop_signals
 from jaxrl.utils.files import (
     REMEDIES,
     FolderMovedError,
@@ -113,7 +113,7 @@ def main(argv: Sequence[str]) -> None:
     begun = threading.Event()
     sys.excepthook = _print_exception
     try:
-        with redact_output(), stop_on_signals(begun.is_set) as should_stop:
+        with redact_output(), watch_stop_signals(begun.is_set) as should_stop:
             config, workdir, job = _load_config_and_job(argv)
             from jaxrl.runtime.checkpoint import filter_orbax_logs
             from jaxrl.runtime.peers import join_job
@@ -185,7 +185,10 @@ def _load_config_and_job(argv: Sequence[str]) -> tuple[ConfigDict, Path, Job | N
 
 
 def _build_and_run(
-    config: ConfigDict, workdir: Path, should_stop: Callable[[], bool], begin: Callable[[], None]
+    config: ConfigDict,
+    workdir: Path,
+    should_stop: Callable[[], bool],
+    on_progress: Callable[[], None],
 ) -> None:
     """Build the run and execute its stages. Exit the process on errors.
 
@@ -193,7 +196,7 @@ def _build_and_run(
         config: Validated configuration.
         workdir: Folder of the run; created if missing.
         should_stop: Function that returns True once the run must save and exit.
-        begin: Function called once the run has progress that must be saved when it is stopped.
+        on_progress: Function called as soon as the run may have progress worth saving.
     """
     from jaxrl.envs.base import OutageError
     from jaxrl.envs.images import UnreadableImageError
@@ -227,7 +230,7 @@ def _build_and_run(
         except OutageError as error:
             _exit_with_code(error, EXIT_UNAVAILABLE)
         # Run. Each outcome has its exit code.
-        begin()
+        on_progress()
         stack.enter_context(watchdog(display, config.watch.stall_s, config.watch.deadline_s))
         try:
             run_stages(should_stop)
@@ -397,7 +400,7 @@ def _exit_with_code(error: Exception, code: int) -> NoReturn:
 def _fit_memory(
     config: ConfigDict, workdir: Path, *, ignore_memory_plan: bool = False
 ) -> list[str]:
-    """Set micro-batch sizes that fit this host's devices in the config; return log messages.
+    """Set micro-batch sizes in the config so that the run fits the devices; return log messages.
 
     Raises:
         ValueError: The run does not fit, or it needs the memory plan and the `plan` extra is

@@ -420,7 +420,7 @@ def load_initial_params(run_state: RunState) -> Params:
                 f"{check.finding}"
             )
     display.log(f"sampler shapes: {run_state.components.engine.describe_shapes()}")
-    counter = display.make_counter("loading weights, MiB")
+    counter = display.make_progress_callback("loading weights, MiB")
     model = run_state.components.model
     load_args = model, settings.model_path, settings.architecture, counter
     model.base = load_frozen_params(*load_args)

@@ -79,7 +79,7 @@ def sft(run_state: RunState, params: Params) -> Params:
             "sft/entropy": metrics["sft/entropy"],
             "sft/grad_norm": metrics["grad_norm"],
             "sft/num_skipped": int(state.num_skipped),
-            "sft/lr": stage.last_lr(state),
+            "sft/lr": stage.get_last_lr(state),
             "sft/padding": packed.padding,
             "timing_s/step": step_s,
             "perf/throughput": packed.num_tokens / step_s,

@@ -107,7 +107,7 @@ class Learner:
         run_state.state = run_state.init_or_restore_state(params)
         rows = run_state.progress.micro_rows
         is_valid = rows % count_batch_shards(components.mesh) == 0  # on these devices
-        if self.stage.halves_micro_rows and is_valid and 0 < rows < self.stage.shape.full_rows:
+        if self.stage.halves_micro_rows and is_valid and 0 < rows < self.stage.shape.num_full_rows:
             self._set_micro_rows(rows)
         self._estimator = AdvantageEstimator(self.method.advantage, self.method.seed)
         self.stream = Stream(components.tasks, seed=run_state.settings.seed)
@@ -118,7 +118,7 @@ class Learner:
         self.is_partial = (
             False  # True after an error, if the step can be neither repeated nor saved
         )
-        self._begin_step()
+        self._discard_step_data()
 
     def _set_stage(self, stage: Stage) -> None:
         """Set the stage, and create the functions that are compiled for its shape."""
@@ -142,8 +142,8 @@ class Learner:
         shape = stage.shape.with_full_rows(rows)
         self._set_stage(dataclasses.replace(stage, shape=shape, update=update))
 
-    def _begin_step(self) -> None:
-        """Discard the groups and other data of the last step."""
+    def _discard_step_data(self) -> None:
+        """Discard the groups and other data of the previous step."""
         self._timer = StepTimer()
         self._collected: CollectedGroups | None = None
         self._is_streamed = False  # True if `collect` took the tasks
@@ -190,7 +190,7 @@ class Learner:
         )
         if run_state.progress.record is not None:
             self.finish_step()  # the run was stopped during this step's evaluation
-        self._begin_step()
+        self._discard_step_data()
 
     def _load_weights(self) -> None:
         """Load the current weights into the sampler, unless it already has them."""
@@ -277,7 +277,7 @@ class Learner:
         return sampled.groups
 
     def sample(self, draws: Sequence[Draw], sampling: SamplingConfig) -> list[Group]:
-        """Sample groups with the current weights, outside of a step and its usage."""
+        """Sample groups with the current weights, without affecting the step or its usage."""
         self._load_weights()
         run_state = self.run_state
         groups = run_state.components.rollout(draws, sampling, should_stop=run_state.should_stop)
@@ -399,7 +399,7 @@ class Learner:
             # Outside of the handler, so that the arrays of the failed update are freed.
             self.run_state.display.log(
                 f"train {progress.stage_step + 1}: a device is out of memory; repeating the update "
-                f"with {rows} rows per micro-batch instead of {self.stage.shape.full_rows}"
+                f"with {rows} rows per micro-batch instead of {self.stage.shape.num_full_rows}"
             )
             progress.micro_rows = rows
             self._set_micro_rows(rows)
@@ -414,7 +414,7 @@ class Learner:
         """
         num_shards = count_batch_shards(self.run_state.components.mesh)
         can_shrink = self.stage.halves_micro_rows and jax.process_count() == 1
-        return self.stage.shape.full_rows // (2 * num_shards) * num_shards if can_shrink else 0
+        return self.stage.shape.num_full_rows // (2 * num_shards) * num_shards if can_shrink else 0
 
     def _take_optimizer_steps(
         self, groups: Sequence[Group], loss: Callable[..., Any] | None
@@ -661,7 +661,7 @@ class Learner:
             "actor/num_updates": int(self.state.num_updates),
             "actor/num_skipped": int(self.state.num_skipped),
             "actor/num_learned": progress.num_learned,
-            "actor/lr": scale * stage.last_lr(self.state),
+            "actor/lr": scale * stage.get_last_lr(self.state),
             "rollout/tasks_taken": progress.items_taken,
             "rollout/informative_share": float(np.mean([t.has_signal for t in trajectories])),
             **compute_trajectory_filter_metrics(trajectories, self.method.filter),
@@ -671,7 +671,7 @@ class Learner:
             **self._estimator.metrics(progress.stage_step - 1),
             **(compute_lag_metrics(trajectories, policy_version) if self.method.has_lag else {}),
             **({"actor/lr_scale": scale} if scale != 1 else {}),
-            "perf/micro_rows": stage.shape.full_rows,
+            "perf/micro_rows": stage.shape.num_full_rows,
             "perf/num_compilations/sampler": components.engine.num_compilations,
             "perf/num_compilations/update": stage.update.num_programs,
         }
@@ -724,7 +724,7 @@ class Learner:
         mark = {"stopped_early": 1} if is_early else {}
         run_state.metrics_log.write(progress.step, "train", record | mark)
         self.is_partial = False
-        self._begin_step()
+        self._discard_step_data()
         handle_collapse_signs(run_state)
         # `end` saves the last step. If patience ran out, the stage ends with the best checkpoint,
         # so this step is saved only if it is the best.

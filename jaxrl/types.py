@@ -218,7 +218,7 @@ class Trajectory:
 
     @property
     def num_sampled(self) -> int:
-        """Number of True entries in `loss_mask`, which `with_loss_mask` may have extended."""
+        """Number of tokens in `loss_mask`: sampled tokens, and any that `with_loss_mask` added."""
         return int(self.loss_mask.sum())
 
     @property
@@ -253,7 +253,7 @@ class Trajectory:
 
     @property
     def generated_text(self) -> str:
-        """Text of the response, with observations and the start that the chat template writes."""
+        """Text of the response, including observations and the chat template's response prefix."""
         text = "".join(turn.text + (turn.observation or "") for turn in self.turns)
         return self.opener + text
 

@@ -247,7 +247,7 @@ def sampler_programs(
         ),
     )
     declared = sampler.architecture
-    shards = sharding.num_pieces(mesh)
+    shards = sharding.count_piece_shards(mesh)
     num_pages = shards * memory.count_cache_pages(config, model, target)
     by_row, by_page = sharding.piece_sharding(mesh), sharding.cache_sharding(mesh)
     whole = sharding.replicated_sharding(mesh)

@@ -15,8 +15,8 @@ def take_the_largest(patch):
         sizes = getattr(engine, name)
         patch.setattr(engine, name, lambda *given, sizes=sizes: sizes(*given)[-1:])
     patch.setattr(packing, "LOGIT_CAPACITIES", packing.LOGIT_CAPACITIES[-1:])
-    sizes = packing.list_sizes
-    patch.setattr(packing, "list_sizes", lambda *given: sizes(*given)[:1])
+    sizes = packing.list_micro_batch_sizes
+    patch.setattr(packing, "list_micro_batch_sizes", lambda *given: sizes(*given)[:1])
 
 
 if __name__ == "__main__":

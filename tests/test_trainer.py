@@ -481,13 +481,13 @@ def test_accumulated_gradients_are_those_of_one_large_minibatch(trainer, monkeyp
     expected = jax.device_get(gradient(learner.state.params, batch, packed).gradients)
 
     # The same groups in two calls, the second of which has two pieces.
-    learner._begin_step()
+    learner._discard_step_data()
     for part in (groups[:1], groups[1:]):
         trainer.accumulate_gradients(part, loss=weighted_logprobs)
     got = jax.device_get(learner._accumulated.sums.gradients)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6 + 1e-5 * np.abs(b).max())
-    learner._begin_step()
+    learner._discard_step_data()
 
 
 def test_weights_that_depend_on_other_lengths_are_not_accumulated():

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxrl.builders.resolved import ResolvedConfig
 from jaxrl.models.architecture import Architecture
 from jaxrl.runtime.compilation import is_out_of_memory
-from jaxrl.runtime.sharding import BATCH_AXES, PIECE_AXES, count_batch_shards, num_pieces
+from jaxrl.runtime.sharding import BATCH_AXES, PIECE_AXES, count_batch_shards, count_piece_shards
 from jaxrl.sampling.blocks import count_pages
 
 GIB = 2**30
@@ -91,7 +91,7 @@ def explain_out_of_memory(config: ResolvedConfig, error: Exception) -> str | Non
 def count_sampling_shards(config: ResolvedConfig, mesh: Any, num_processes: int) -> int:
     """Return the number of sampler shards. A shard is the devices along the `tensor` axis."""
     devices = config.mesh.rollout_devices
-    return num_processes * devices // mesh.shape["tensor"] if devices else num_pieces(mesh)
+    return num_processes * devices // mesh.shape["tensor"] if devices else count_piece_shards(mesh)
 
 
 def update_overlaps_sampling(config: ResolvedConfig) -> bool:
@@ -104,14 +104,14 @@ class CacheSizes:
     """Size of the sampler's cache on one device.
 
     Attributes:
-        rows: Number of trajectories decoded in parallel.
-        pages_per_row: Number of pages for a trajectory of maximum length.
+        num_rows: Number of trajectories decoded in parallel.
+        num_pages_per_row: Number of pages for a trajectory of maximum length.
         page_bytes: Size of a page in bytes, summed over all layers.
         row_state_bytes: Size of a row's state in recurrent layers, in bytes.
     """
 
-    rows: int
-    pages_per_row: int
+    num_rows: int
+    num_pages_per_row: int
     page_bytes: int
     row_state_bytes: int = 0
 
@@ -131,21 +131,22 @@ class CacheSizes:
             math.prod(spec.shape) * spec.dtype.itemsize for spec in model.state_specs.values()
         )
         return cls(
-            rows=config.rollout.max_num_seqs // count_sampling_shards(config, mesh, num_processes),
-            pages_per_row=count_pages(config.context_tokens, page_tokens),
+            num_rows=config.rollout.max_num_seqs
+            // count_sampling_shards(config, mesh, num_processes),
+            num_pages_per_row=count_pages(config.context_tokens, page_tokens),
             page_bytes=page_tokens * values * jnp.dtype(config.model.dtype).itemsize,
             row_state_bytes=model.num_recurrent_layers * state_bytes // mesh.shape["tensor"],
         )
 
     @property
     def num_states(self) -> int:
-        """Number of recurrent states: one per row, plus as many for prompts and waiting rows."""
-        return 2 * self.rows
+        """Number of recurrent states: two per row, to have some for prompts and waiting rows."""
+        return 2 * self.num_rows
 
     @property
     def max_pages(self) -> int:
         """Number of pages for all rows at maximum length."""
-        return self.rows * self.pages_per_row
+        return self.num_rows * self.num_pages_per_row
 
     def compute_num_pages(self, config: ResolvedConfig, platform: str) -> int | None:
         """Return the number of cache pages; None if it depends on the device's free memory.
@@ -161,11 +162,11 @@ class CacheSizes:
             return self.max_pages if platform == "cpu" or update_overlaps_sampling(config) else None
         states_bytes = self.num_states * self.row_state_bytes
         pages = (int(config.rollout.cache_gib * GIB) - states_bytes) // self.page_bytes
-        if pages < self.pages_per_row:
+        if pages < self.num_pages_per_row:
             raise ValueError(
                 f"config.rollout.cache_gib={config.rollout.cache_gib} cannot hold one trajectory "
                 f"of {config.context_tokens} tokens, which "
-                f"takes {format_bytes(self.pages_per_row * self.page_bytes)} per device; raise "
+                f"takes {format_bytes(self.num_pages_per_row * self.page_bytes)} per device; raise "
                 f"cache_gib or lower {_get_context_length_key(config)}."
             )
         return pages

@@ -104,7 +104,7 @@ def build(
     The search index is built last, after all cheaper checks.
 
     Args:
-        c: Resolved configuration. If `num_steps` is 0, it is replaced in place.
+        c: Resolved configuration. A `num_steps` of 0 is overwritten with the computed number.
         show: Function that displays a status message.
         workdir: Folder of the run. Recordings are stored there by default.
         log: Function that logs a message.
@@ -169,8 +169,8 @@ def build(
     # Sampler, model and rewards.
     engine = None
     if external is None:
-        [kind] = {getattr(env, "engine_kind", Engine) for env in control_envs.values()}
-        engine = build_engine(c, policy, mesh, automata[0], tokenizer, kind=kind)
+        [engine_class] = {getattr(env, "engine_kind", Engine) for env in control_envs.values()}
+        engine = build_engine(c, policy, mesh, automata[0], tokenizer, engine_class=engine_class)
     model = build_model(c, mesh, policy, tokenizer)
     schedule = build_reply_schedule(c, mesh.devices.flat[0].platform)
     rewards = {name: build_rewards(e, workdir, log) for name, e in c.environments.items()}
@@ -608,9 +608,9 @@ def build_engine(
     automaton: StopAutomaton,
     tokenizer: Tokenizer,
     *,
-    kind: type[Engine] = Engine,
+    engine_class: type[Engine] = Engine,
 ) -> Engine:
-    """Create a sampling engine of class `kind`."""
+    """Create a sampling engine of class `engine_class`."""
     # The cache has the configured size, or all memory that the plan leaves free.
     rollout, length = c.rollout, c.context_tokens
     sampling_mesh = make_local_mesh(mesh, c.mesh.rollout_devices)
@@ -622,7 +622,7 @@ def build_engine(
     num_pages = cache.compute_num_pages(c, platform)
     if num_pages is None:
         num_pages = compute_num_cache_pages(c, policy.unwrapped, page_tokens)
-    engine = kind(
+    engine = engine_class(
         policy.with_kernels(sampling_mesh, experts=c.model.experts, check_dtype=c.model.dtype),
         sampling_mesh,
         automaton,
@@ -671,7 +671,7 @@ AUDIT_TASKS = "jaxrl.extras.audit.startup:audit_tasks"
 
 
 def list_sampling_methods(c: ResolvedConfig) -> list[str]:
-    """Return the sampling methods that the configured stages use; a chat's if there are none."""
+    """Return the sampling methods that the configured stages use, or else those of a chat."""
     rollout, evaluation = c.rollout, c.eval
     kinds = []
     if "train" in c.stages:

@@ -53,7 +53,7 @@ def load_saved_run(
     display: Display,
     *,
     step: int | None = None,
-    keys: Mapping[str, Any] = MappingProxyType({}),
+    overrides: Mapping[str, Any] = MappingProxyType({}),
     for_chat: bool = False,
     environment: str = "",
 ) -> tuple[RunComponents, ResolvedConfig]:
@@ -64,7 +64,7 @@ def load_saved_run(
         model: Model folder whose weights replace the trained weights.
         display: Progress display.
         step: Step of the checkpoint to load; by default the latest weights.
-        keys: Values by dotted key that override the run's configuration.
+        overrides: Values that replace those in the run's configuration, by dotted key.
         for_chat: True for multi-turn chat, where the prompt may use the entire context except the
             tokens reserved for the answer.
         environment: Name of the environment, if the run has several.
@@ -75,8 +75,8 @@ def load_saved_run(
     """
     # Adapt the run's configuration.
     config = select_environment(read_config(run), environment)
-    if keys:
-        config.update_from_flattened_dict(keys)
+    if overrides:
+        config.update_from_flattened_dict(overrides)
     model = resolve_weights_folder(config, run, model, step)
     if model is not None:
         config.model.path = str(model)
@@ -89,7 +89,7 @@ def load_saved_run(
             reserved_tokens, prompt_tokens = rollout.context.turn_tokens, rollout.context.max_tokens
         prompt_tokens -= max(min(rollout.max_response_tokens, 64), reserved_tokens)
         rollout.max_prompt_tokens = max(rollout.max_prompt_tokens, prompt_tokens)
-    resolved = resolve_for_inference(config, has_overrides=bool(keys))
+    resolved = resolve_for_inference(config, has_overrides=bool(overrides))
     config.search.replay = "off"  # do not add new questions to the run's recording
     # Build for this host's devices, then load the weights.
     fit_config_to_host(config)
@@ -263,7 +263,7 @@ def load_weights(
     """
     architecture = config.model.architecture
     if model is not None:
-        progress = display.make_counter("loading weights, MiB")
+        progress = display.make_progress_callback("loading weights, MiB")
         params = load_hf(
             model,
             policy.mesh,

@@ -100,11 +100,11 @@ class Display:
                 stage, total=num_steps, completed=first_step, activity=""
             )
 
-    def show_step(self, step: int, numbers: Mapping[str, float]) -> None:
+    def show_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show a step's metrics in the live line, or log them if a step line is due."""
         self._record_progress(f"{self._stage} {step}/{self._num_steps}")
         # Three significant digits, or an integer with thousands separators.
-        shown = {k: f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.3g}" for k, x in numbers.items()}
+        shown = {k: f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.3g}" for k, x in metrics.items()}
         texts = tuple(f"{name} {value}" for name, value in shown.items())
         if self._progress is not None:
             self._progress.numbers = texts
@@ -148,7 +148,7 @@ class Display:
         elif time.monotonic() - self._last_line_at >= self._activity_interval_s:
             self.log(text)
 
-    def make_counter(self, label: str) -> Callable[[int, int], None]:
+    def make_progress_callback(self, label: str) -> Callable[[int, int], None]:
         """Create a callback `(done, total)` that shows progress as a status message."""
         return lambda done, total: self.show_activity(f"{label} {done:,}/{total:,}")
 

@@ -29,9 +29,9 @@ from jaxrl.runtime.compilation import join_keys
 from jaxrl.runtime.sharding import (
     CONTEXT_AXIS,
     count_batch_shards,
+    count_piece_shards,
     gather_rows,
     merge_pieces,
-    num_pieces,
     param_shardings,
     piece_sharding,
     split_into_pieces,
@@ -182,7 +182,7 @@ class Model:
         params = self._gather_tables(self.architecture.weights_for_training(params, self.dtype))
         aux = aux or self.make_aux(batch, with_statistics=False)
         hidden = self._compute_hidden_states(params, batch, aux)
-        (b, T), shards = batch.token_ids.shape, num_pieces(self.mesh)
+        (b, T), shards = batch.token_ids.shape, count_piece_shards(self.mesh)
         has_past = (batch.positions > 0) & (batch.segment_ids > 0)
         # Hidden states stay in place; targets and masks shift to the previous token.
         is_selected, targets = (

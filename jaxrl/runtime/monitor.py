@@ -169,7 +169,7 @@ class Monitor:
             loss = self._handle_event(self._receive(HEARTBEAT_INTERVAL_S / 2))
             loss = loss or self._check_timeouts() or self._check_failure()
             if loss is not None:
-                return self._terminate(loss)
+                return self._terminate_process(loss)
             if time.monotonic() - self._last_heartbeat_at >= HEARTBEAT_INTERVAL_S:
                 self._last_heartbeat_at = time.monotonic()
                 self._broadcast(alive=True)
@@ -193,7 +193,7 @@ class Monitor:
             return None
         index, event = received
         if isinstance(event, Connection):
-            self._admit(index, event)
+            self._add_monitor(index, event)
             return None
         if event is None:
             if index in self._finished:
@@ -215,7 +215,7 @@ class Monitor:
             self._finished.add(index)
         return None
 
-    def _admit(self, index: int, connection: Connection) -> None:
+    def _add_monitor(self, index: int, connection: Connection) -> None:
         """Add a monitor that has authenticated. Stop listening after the last one."""
         if index not in self._missing:
             connection.close()
@@ -260,7 +260,7 @@ class Monitor:
         with contextlib.suppress(OSError):
             os.write(1, json.dumps(message).encode() + b"\n")
 
-    def _terminate(self, loss: ProcessLoss) -> None:
+    def _terminate_process(self, loss: ProcessLoss) -> None:
         """Report the lost process to all monitors and terminate the monitored process."""
         settings = self._settings
         self._broadcast(**asdict(loss))

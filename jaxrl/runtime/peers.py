@@ -164,7 +164,7 @@ def join_job(job: Job, *, deadline_s: float) -> MonitorClient | None:
             # This process uses all devices of its host; under Slurm JAX would give it only one.
             "cluster_detection_method": "deactivate",
         }
-    # The service's handler would swallow SIGTERM, which `stop_on_signals` handles.
+    # The service's handler would swallow SIGTERM, which `watch_stop_signals` handles.
     jax.config.update("jax_enable_preemption_service", False)
     # On a loss JAX ends processes without naming the lost one, so the monitors must be faster.
     with _report_waiting(job):

@@ -58,7 +58,7 @@ def _write_stderr(line: str) -> None:
 
 
 @contextmanager
-def stop_on_signals(
+def watch_stop_signals(
     has_started: Callable[[], bool] = lambda: True,
 ) -> Iterator[Callable[[], bool]]:
     """Yield a function that returns True once SIGTERM or SIGINT has arrived.
@@ -67,8 +67,8 @@ def stop_on_signals(
     handles them, because the main thread may be compiling or waiting for other processes.
 
     Args:
-        has_started: Function that returns False while there is nothing to save. Until then, a
-            signal ends the process immediately with `EXIT_INTERRUPTED`.
+        has_started: Function that returns False while there is nothing to save; a signal then ends
+            the process immediately with `EXIT_INTERRUPTED`.
     """
     numbers = (signal.SIGTERM, signal.SIGINT)
     stop_requested = threading.Event()

@@ -227,7 +227,7 @@ def count_batch_shards(mesh: Mesh) -> int:
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
-def num_pieces(mesh: Mesh) -> int:
+def count_piece_shards(mesh: Mesh) -> int:
     """Return the number of shards over which tokens and the sampler's rows are split."""
     return math.prod(mesh.shape[axis] for axis in PIECE_AXES)
 

@@ -20,7 +20,7 @@ from jaxrl.runtime.sharding import param_shardings
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyWeights:
-    """Size of a policy's weights on one device.
+    """Sizes of a policy's weights on one device.
 
     Attributes:
         num_trained: Number of trained parameters, which are float32.
@@ -45,7 +45,7 @@ def count_elements(tree: Any) -> int:
 
 
 @functools.cache
-def count_weights(
+def measure_weights(
     policy: Architecture, frozen: tuple[str, ...], mesh: Any, dtype: np.dtype
 ) -> PolicyWeights:
     """Compute the size of a policy's weights on one device.

@@ -32,7 +32,7 @@ from jaxrl.models.aux_arrays import AuxArrays, TokenArraySpec
 from jaxrl.models.kv_cache import Cache, Pages
 from jaxrl.models.layers import LayerScan, SamplerLayerScan, prepare_sampler_weights
 from jaxrl.models.recurrence import Advance, State, init_state
-from jaxrl.runtime.sharding import PIECE_AXES, cache_sharding, num_pieces, piece_sharding
+from jaxrl.runtime.sharding import PIECE_AXES, cache_sharding, count_piece_shards, piece_sharding
 from jaxrl.sampling import next_token
 from jaxrl.types import Params
 
@@ -198,7 +198,7 @@ class Programs:
             return None
         values = (1 + self.architecture.tower.num_deepstack_layers) * self.architecture.width
         return self._constrain_rows(
-            jnp.zeros((num_pieces(self.mesh), num_units, values), self.dtype)
+            jnp.zeros((count_piece_shards(self.mesh), num_units, values), self.dtype)
         )
 
     @cached_property
@@ -344,7 +344,7 @@ class Programs:
         self, blocks: PrefillBlocks, states: State, advance: Advance, inputs: Any
     ) -> tuple[jax.Array, State]:
         """Run a recurrence over the token blocks of each row, in order; see `CachedRecurrence`."""
-        shards, size = num_pieces(self.mesh), self.block_tokens
+        shards, size = count_piece_shards(self.mesh), self.block_tokens
         assert blocks.state_slots is not None
 
         def step(states: State, block: Any) -> tuple[State, jax.Array]:
@@ -624,7 +624,7 @@ class Programs:
 
     def _merge_states(self, last: DecodeState, rows: DecodeRows) -> DecodeState:
         """Return the state of each row, taken from the host or from the previous chunk."""
-        shards = num_pieces(self.mesh)
+        shards = count_piece_shards(self.mesh)
         source = rows.source.reshape(shards, -1)
 
         def merge_leaf(previous: jax.Array, from_host: jax.Array) -> jax.Array:
@@ -637,7 +637,7 @@ class Programs:
 
     def _pad_state(self, state: DecodeState) -> DecodeState:
         """Pad the state to `num_rows` rows, as the next chunk requires."""
-        shards = num_pieces(self.mesh)
+        shards = count_piece_shards(self.mesh)
 
         def pad_rows(values: jax.Array) -> jax.Array:
             by_shard = values.reshape(shards, -1)

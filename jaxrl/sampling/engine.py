@@ -39,7 +39,7 @@ from jaxrl.runtime.compilation import CompiledFunction, cached_jit, compile_all,
 from jaxrl.runtime.sharding import (
     PIECE_AXES,
     cache_sharding,
-    num_pieces,
+    count_piece_shards,
     piece_sharding,
     replicated_sharding,
 )
@@ -201,7 +201,7 @@ class Engine:
                 of a shard cannot hold one trajectory.
         """
         # Split rows and pages evenly over the shards.
-        self.num_shards = num_pieces(mesh)
+        self.num_shards = count_piece_shards(mesh)
         if num_rows % self.num_shards:
             raise ValueError(
                 f"config.rollout.max_num_seqs={num_rows} is not a multiple of "

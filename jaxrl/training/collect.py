@@ -208,7 +208,7 @@ def collect(
         failures.record_batch(flatten_groups(groups))
         # The filter uses shaped rewards.
         shaped = rewards.shape_rewards(groups, method.shaping, is_late=controllers.is_late)
-        if settings.uses_kl_penalty:
+        if settings.filters_on_penalized_rewards:
             shaped = add_divergences(shaped)
         accepted += _filter_groups(shaped, groups, method, controllers.get_kl_coef(method.kl))
         sampled_stats += map(GroupStats.from_group, shaped)
@@ -218,7 +218,7 @@ def collect(
         if num_batches % _WARN_EVERY == 0 and len(accepted) < num_wanted:
             failures.log(
                 f"warning: {len(accepted)} of {num_wanted} groups have passed the filter in "
-                f"{num_batches} batches; the groups were: {_describe_kinds(sampled_stats)}"
+                f"{num_batches} batches; the groups were: {_describe_group_kinds(sampled_stats)}"
             )
     surplus_groups = accepted[num_wanted:]
     carried_groups: list[Group] = []
@@ -255,19 +255,19 @@ _WARN_EVERY = 10
 def draw_tasks(
     stream: Stream[Task] | FixedTasks[Task],
     num_tasks_taken: int,
-    count: int,
-    skipped: SkipSet | None = None,
+    num_tasks: int,
+    skip_set: SkipSet | None = None,
 ) -> tuple[list[Draw], int]:
-    """Return the next `count` tasks that are not skipped, and the new `num_tasks_taken`.
+    """Return the next `num_tasks` tasks that are not in `skip_set`, and the new `num_tasks_taken`.
 
     Raises:
         NotEnoughGroupsError: All tasks are skipped.
     """
     draws: list[Draw] = []
     num_skipped = 0  # consecutive
-    while len(draws) < count:
+    while len(draws) < num_tasks:
         [task] = stream.get_items(num_tasks_taken, 1)
-        if skipped is not None and task.id in skipped:
+        if skip_set is not None and task.id in skip_set:
             num_skipped += 1
             if num_skipped > 2 * stream.epoch_length:
                 raise NotEnoughGroupsError(
@@ -282,7 +282,7 @@ def draw_tasks(
     return draws, num_tasks_taken
 
 
-def _describe_kinds(sampled_stats: Sequence[GroupStats]) -> str:
+def _describe_group_kinds(sampled_stats: Sequence[GroupStats]) -> str:
     """Describe the number of groups of each kind (`GROUP_KINDS`), and the first error."""
     kinds = Counter(group.kind for group in sampled_stats)
     counts = [(kinds[kind], kind.replace("_", " ")) for kind in GROUP_KINDS if kinds[kind]]
@@ -312,11 +312,11 @@ def _describe_shortage(
     return (
         f"after {num_batches} batches (config.filter.max_batches) only {num_accepted} of "
         f"{method.tasks_per_step} groups have passed config.filter.name={group_filter.name!r}; the "
-        f"{len(sampled_stats)} groups sampled were: {_describe_kinds(sampled_stats)}. If most "
-        "failed, fix what the error names. If most are all right, the tasks are too easy for this "
-        "policy; if most are all wrong, too hard: raise config.filter.max_batches (0: no limit) "
-        "or, with --accept_changes, change config.tasks.train.source or config.rollout.group_size. "
-        "Finished work is saved."
+        f"{len(sampled_stats)} groups sampled were: {_describe_group_kinds(sampled_stats)}. If "
+        "most failed, fix what the error names. If most are all right, the tasks are too easy for "
+        "this policy; if most are all wrong, too hard: raise config.filter.max_batches (0: no "
+        "limit) or, with --accept_changes, change config.tasks.train.source or "
+        "config.rollout.group_size. Finished work is saved."
     )
 
 
@@ -377,11 +377,11 @@ def _filter_groups(
 
 
 def apply_filter(
-    group_filter: NamedFunction, get_column: Callable[[str], np.ndarray], count: int
+    group_filter: NamedFunction, get_column: Callable[[str], np.ndarray], num_trajectories: int
 ) -> np.ndarray:
-    """Apply a filter to `count` trajectories; return the mask of those that pass, bool `[count]`.
+    """Apply a filter to trajectories; return the mask of those that pass, bool `[N]`.
 
-    `get_column` returns the array with a given name.
+    `get_column` returns the array with a given name, over the N = `num_trajectories` trajectories.
 
     Raises:
         UserCodeError: The filter failed, or returned the wrong dtype or shape.
@@ -390,9 +390,9 @@ def apply_filter(
         group_filter.key, group_filter.name, lambda *arrays: np.asarray(group_filter(*arrays))
     )
     flags: np.ndarray = call_filter(*map(get_column, group_filter.arguments))
-    if flags.dtype != bool or flags.shape != (count,):
+    if flags.dtype != bool or flags.shape != (num_trajectories,):
         raise UserCodeError(
             f"config.filter.name names {group_filter.name!r}, which returned {flags.dtype} "
-            f"{list(flags.shape)}; expected bool [{count}], one per trajectory."
+            f"{list(flags.shape)}; expected bool [{num_trajectories}], one per trajectory."
         )
     return flags

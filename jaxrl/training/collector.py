@@ -29,7 +29,7 @@ from jaxrl.training.usage import UsageStats
 
 @dataclass(kw_only=True)
 class Collector:
-    """Collector of the groups of each step, at the start of the step or one step ahead.
+    """Group collector that samples each step's groups at the start of the step or one step ahead.
 
     Prefetched groups use the weights from before the current step's update, and the controllers
     that `update_controllers` returned in the current step. They use the old stage gate, because the
@@ -173,7 +173,7 @@ class Collector:
         return dataclasses.replace(collected, metrics=metrics)
 
     def _warn_if_idle(self, idle_s: float, sampling_s: float) -> None:
-        """Warn once if a fixed lag leaves devices idle for at least 10% of sampling and 1 s."""
+        """Warn once if a fixed lag leaves devices idle for 10% of the sampling time and for 1 s."""
         if self.has_warned or idle_s < max(1.0, 0.1 * sampling_s):
             return
         self.has_warned = True
@@ -225,7 +225,7 @@ def make_sampler(
         rollout=run_state.components.rollout,
         sampling=sampling,
         should_stop=should_stop,
-        progress=run_state.display.make_counter("trajectories"),
+        progress=run_state.display.make_progress_callback("trajectories"),
         check_budget=run_state.check_budget,
         on_usage=report_usage,
         prices=run_state.settings.ledger.prices,

@@ -70,7 +70,7 @@ class DifficultyBuckets:
         *,
         min_accuracies: Sequence[float] = (2 / 3, 1 / 3),
     ) -> DifficultyBuckets:
-        """Grade the tasks of one batch again; groups of the same task are counted together."""
+        """Update the difficulties of a batch's tasks, combining groups of the same task."""
         counts: dict[str, tuple[int, int]] = {}
         for task_id, right, total in zip(task_ids, num_correct, num_samples, strict=True):
             before_right, before_total = counts.get(task_id, (0, 0))

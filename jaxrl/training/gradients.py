@@ -24,7 +24,7 @@ class MinibatchPiece:
 
 @dataclass(frozen=True, kw_only=True)
 class AccumulatedGradients:
-    """Gradient accumulated over pieces; with all pieces, it equals that of the mini-batch."""
+    """Gradient accumulated over pieces; after the last one, it equals the mini-batch gradient."""
 
     sums: GradAccumulator
     counts: np.ndarray  # int [N], trained tokens of each trajectory

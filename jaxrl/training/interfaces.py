@@ -20,7 +20,7 @@ TokenLogger = Callable[..., FinishTokenLog]
 
 
 class CheckpointManager(Protocol):
-    """Checkpoint storage, implemented by `runtime.checkpoint.Checkpointer`."""
+    """Manager of a run's checkpoints, implemented by `runtime.checkpoint.Checkpointer`."""
 
     def save(
         self,
@@ -73,13 +73,13 @@ class ProgressBar(Protocol):
     def start(self, stage: str, first_step: int, num_steps: int, *, every_steps: int = 0) -> None:
         """Start the progress line of a stage."""
 
-    def show_step(self, step: int, numbers: Mapping[str, float]) -> None:
+    def show_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the main metrics of a step."""
 
     def show_activity(self, text: str) -> None:
         """Show the run's current activity."""
 
-    def make_counter(self, label: str) -> Callable[[int, int], None]:
+    def make_progress_callback(self, label: str) -> Callable[[int, int], None]:
         """Return a callback `(done, total)` that shows progress."""
 
     def stop(self) -> None:

@@ -82,7 +82,7 @@ class FilterSettings:
     skip_entropy: float
 
     @property
-    def uses_kl_penalty(self) -> bool:
+    def filters_on_penalized_rewards(self) -> bool:
         """Return True if the filter compares rewards after subtracting the KL penalty."""
         has_metric = self.group_filter is not None and "metric" in self.group_filter.arguments
         return has_metric and self.key == "seq_final_reward"

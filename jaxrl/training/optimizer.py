@@ -50,25 +50,25 @@ def _make_adamw(settings: OptimizerSettings) -> optax.GradientTransformation:
     return optax.chain(clip, adamw)
 
 
-def constant(peak: float) -> optax.Schedule:
+def constant_schedule(peak: float) -> optax.Schedule:
     """Return a schedule that is constant at `peak`."""
     return optax.constant_schedule(peak)
 
 
-def linear(peak: float, final_fraction: float, num_updates: int) -> optax.Schedule:
+def linear_schedule(peak: float, final_fraction: float, num_updates: int) -> optax.Schedule:
     """Return a linear schedule from `peak` to `final_fraction * peak` over `num_updates` steps."""
     return optax.linear_schedule(peak, peak * final_fraction, num_updates)
 
 
-def cosine(peak: float, final_fraction: float, num_updates: int) -> optax.Schedule:
+def cosine_schedule(peak: float, final_fraction: float, num_updates: int) -> optax.Schedule:
     """Return a cosine schedule from `peak` to `final_fraction * peak` over `num_updates` steps."""
     return optax.cosine_decay_schedule(peak, num_updates, final_fraction)
 
 
 SCHEDULES: dict[str, Callable[..., optax.Schedule]] = {
-    "constant": constant,
-    "linear": linear,
-    "cosine": cosine,
+    "constant": constant_schedule,
+    "linear": linear_schedule,
+    "cosine": cosine_schedule,
 }
 """Schedules by `optimizer.schedule` and `sft.optimizer.schedule`."""
 

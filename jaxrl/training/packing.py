@@ -105,19 +105,19 @@ class BatchShape:
         return self.num_micro * self.micro_rows * sequences_per_row
 
     @property
-    def full_rows(self) -> int:
+    def num_full_rows(self) -> int:
         """Number of full-length sequences in a micro-batch, named `micro_rows` in the config."""
         return self.num_sequences // self.num_micro
 
-    def with_full_rows(self, full_rows: int) -> BatchShape:
-        """Return a shape with `full_rows` sequences per micro-batch and no smaller capacity.
+    def with_full_rows(self, num_full_rows: int) -> BatchShape:
+        """Return a shape with `num_full_rows` sequences per micro-batch and no smaller capacity.
 
-        `full_rows` is a multiple of the number of row shards.
+        `num_full_rows` is a multiple of the number of row shards.
         """
-        num_micro = -(-self.num_sequences // full_rows)
+        num_micro = -(-self.num_sequences // num_full_rows)
         if not self.shares_prompts:
-            return dataclasses.replace(self, num_micro=num_micro, micro_rows=full_rows)
-        row_tokens = full_rows // self.micro_rows * (self.max_tokens or self.row_tokens)
+            return dataclasses.replace(self, num_micro=num_micro, micro_rows=num_full_rows)
+        row_tokens = num_full_rows // self.micro_rows * (self.max_tokens or self.row_tokens)
         return dataclasses.replace(self, num_micro=num_micro, row_tokens=row_tokens)
 
     def with_size_saving(self, num_params: int, platform: str, num_devices: int) -> BatchShape:
@@ -215,8 +215,8 @@ def compute_logit_capacities(
 ) -> list[int]:
     """Return the logit capacity of each non-empty micro-batch, one of `LOGIT_CAPACITIES`.
 
-    It is the smallest capacity, in quarters of a device's tokens, that holds every device's loss
-    tokens. Rows are split over `num_shards`, and each row into `num_pieces`.
+    This is the smallest capacity, in quarters of a device's tokens, that holds every device's loss
+    tokens. Rows are split over `num_shards` devices, and each row into `num_pieces` pieces.
     """
     has_loss = np.asarray(packed.batch.loss_mask & (packed.batch.positions > 0))
     if num_pieces > 1:  # the logits for a token are computed at the token before it
@@ -248,7 +248,7 @@ def split_contexts(sequence: TokenSequence) -> list[slice]:
 
 
 def select_arrays(sequence: TokenSequence, shape: BatchShape) -> dict[str, np.ndarray]:
-    """Return a sequence's recorded arrays `[L, ...]` that `shape` names."""
+    """Return the recorded arrays `[L, ...]` of a sequence whose names are in `shape`."""
     recorded = sequence.token_arrays
     return {name: recorded[name] for name in shape.token_arrays if name in recorded}
 
@@ -268,7 +268,7 @@ def compute_sequence_sizes(
     """
     tower = shape.tower
     prompt_indices: dict[Any, int] = {}
-    items = []
+    seq_sizes = []
     for number, sequence in enumerate(sequences):
         mask, prompt, ids = sequence.loss_mask, number, sequence.token_ids
         num_shared = max(int(mask.argmax()) - 1, 0) if shape.shares_prompts else 0
@@ -296,7 +296,7 @@ def compute_sequence_sizes(
             prompt = prompt_indices.setdefault(
                 (ids[:num_shared].tobytes(), shared_attachments, aux_arrays), number
             )
-        items.append(
+        seq_sizes.append(
             SequenceSize(
                 length=len(ids) - num_shared * len(later),
                 prompt=prompt,
@@ -305,7 +305,7 @@ def compute_sequence_sizes(
                 shared_units=shared_units,
             )
         )
-    return items
+    return seq_sizes
 
 
 def _has_equal_prefix(
@@ -319,7 +319,7 @@ def _has_equal_prefix(
 
 
 def fit_rows(
-    items: Sequence[SequenceSize], shape: BatchShape, num_shards: int = 1
+    seq_sizes: Sequence[SequenceSize], shape: BatchShape, num_shards: int = 1
 ) -> tuple[BatchShape, list[list[int]]]:
     """Choose the size of micro-batches, and assign sequences to rows.
 
@@ -334,19 +334,19 @@ def fit_rows(
     Raises:
         ValueError: The sequences need more rows than `shape` has.
     """
-    rows = assign_rows(items, shape.row_tokens, shape.row_units)
+    rows = assign_rows(seq_sizes, shape.row_tokens, shape.row_units)
     if len(rows) > shape.num_micro * shape.micro_rows:
         raise ValueError(
-            f"{len(items)} sequences need {len(rows)} rows, the batch has "
+            f"{len(seq_sizes)} sequences need {len(rows)} rows, the batch has "
             f"{shape.num_micro * shape.micro_rows}. This is a bug in jaxrl."
         )
-    if shape.sizes is None or not items:
+    if shape.sizes is None or not seq_sizes:
         return shape, rows
-    longest, assigned = max(item.length for item in items), {shape.row_tokens: rows}
-    shared = {item.prompt: item.num_shared for item in items}
-    num_tokens = sum(item.length - item.num_shared for item in items) + sum(shared.values())
+    longest, assigned = max(item.length for item in seq_sizes), {shape.row_tokens: rows}
+    shared = {item.prompt: item.num_shared for item in seq_sizes}
+    num_tokens = sum(item.length - item.num_shared for item in seq_sizes) + sum(shared.values())
     max_slots = shape.num_micro * shape.micro_rows * shape.row_tokens
-    possible = list_sizes(shape, num_shards)
+    possible = list_micro_batch_sizes(shape, num_shards)
     in_use = [size for size in shape.sizes.sizes if size in possible]
     best = current = None
     lowest = lowest_in_use = math.inf
@@ -357,7 +357,7 @@ def fit_rows(
         if row_tokens < longest or -(-num_tokens // slots) * cost >= lowest:
             continue
         if row_tokens not in assigned:
-            assigned[row_tokens] = assign_rows(items, row_tokens, shape.row_units)
+            assigned[row_tokens] = assign_rows(seq_sizes, row_tokens, shape.row_units)
         num_micro = -(-len(assigned[row_tokens]) // micro_rows)
         if num_micro * slots <= max_slots and num_micro * cost < lowest:
             lowest, best = num_micro * cost, (micro_rows, row_tokens)
@@ -382,7 +382,7 @@ def fit_rows(
     return fitted, assigned[best[1]]
 
 
-def list_sizes(shape: BatchShape, num_shards: int) -> list[tuple[int, int]]:
+def list_micro_batch_sizes(shape: BatchShape, num_shards: int) -> list[tuple[int, int]]:
     """List the micro-batch sizes (rows, row length) that fit in `shape`."""
     sizes = []
     for row_tokens in _list_bucket_sizes(shape.row_tokens, math.lcm(16, shape.num_pieces), 64):
@@ -408,7 +408,7 @@ def _list_bucket_sizes(largest: int, unit: int, num_parts: int) -> list[int]:
 
 
 def assign_rows(
-    items: Sequence[SequenceSize], row_tokens: int, row_units: int | None = None
+    seq_sizes: Sequence[SequenceSize], row_tokens: int, row_units: int | None = None
 ) -> list[list[int]]:
     """Assign sequences to rows first-fit, one prompt after another.
 
@@ -416,7 +416,7 @@ def assign_rows(
     length, longest first. Rows that already have the prompt are tried first.
 
     Args:
-        items: Sizes of the sequences, each at most a row long.
+        seq_sizes: Sizes of the sequences, each at most a row long.
         row_tokens: Capacity of a row in tokens.
         row_units: Capacity of a row in attachment tokens; `row_tokens` if None.
 
@@ -424,18 +424,18 @@ def assign_rows(
         Sequence indices of each row. Sequences with the same prompt are adjacent.
     """
     totals: Counter[int] = Counter()
-    for item in items:
+    for item in seq_sizes:
         totals[item.prompt] += item.length
     order = sorted(
-        range(len(items)),
-        key=lambda i: (-totals[items[i].prompt], items[i].prompt, -items[i].length),
+        range(len(seq_sizes)),
+        key=lambda i: (-totals[seq_sizes[i].prompt], seq_sizes[i].prompt, -seq_sizes[i].length),
     )
-    room = np.full(len(items), row_tokens)
-    unit_room = np.full(len(items), row_tokens if row_units is None else row_units)
+    room = np.full(len(seq_sizes), row_tokens)
+    unit_room = np.full(len(seq_sizes), row_tokens if row_units is None else row_units)
     rows: list[list[int]] = []
     rows_with: dict[int, list[int]] = {}  # by prompt
     for index in order:
-        item, candidates = items[index], rows_with.setdefault(items[index].prompt, [])
+        item, candidates = seq_sizes[index], rows_with.setdefault(seq_sizes[index].prompt, [])
         size, units = item.length - item.num_shared, item.units - item.shared_units
         fitting = (row for row in candidates if size <= room[row] and units <= unit_room[row])
         slot = next(fitting, -1)
@@ -456,14 +456,14 @@ Row = list[tuple[int, int]]
 
 
 def select_tokens(
-    sequence: TokenSequence, item: SequenceSize, num_omitted: int
+    sequence: TokenSequence, seq_size: SequenceSize, num_omitted: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return indices and positions, int32 `[n]`, of the tokens that a sequence adds to a row.
 
     The first `num_omitted` tokens are already in the row, from a sequence with the same prompt.
     """
     contexts = split_contexts(sequence)
-    first = [num_omitted, *[item.num_shared] * (len(contexts) - 1)]
+    first = [num_omitted, *[seq_size.num_shared] * (len(contexts) - 1)]
     positions = [
         np.arange(count, context.stop - context.start, dtype=np.int32)
         for count, context in zip(first, contexts, strict=True)
@@ -472,13 +472,13 @@ def select_tokens(
     return np.concatenate(locations), np.concatenate(positions)
 
 
-def omit_shared_prompts(items: Sequence[SequenceSize], row: Sequence[int]) -> Row:
+def omit_shared_prompts(seq_sizes: Sequence[SequenceSize], row: Sequence[int]) -> Row:
     """Return a row that contains the shared tokens of each prompt only once."""
     seen: set[int] = set()
     out = []
     for index in row:
-        prompt = items[index].prompt
-        out.append((index, items[index].num_shared if prompt in seen else 0))
+        prompt = seq_sizes[index].prompt
+        out.append((index, seq_sizes[index].num_shared if prompt in seen else 0))
         seen.add(prompt)
     return out
 
@@ -507,22 +507,22 @@ def pack_sequences(
     Raises:
         ValueError: A sequence is longer than `shape` allows.
     """
-    items = compute_sequence_sizes(sequences, shape)
+    seq_sizes = compute_sequence_sizes(sequences, shape)
     max_tokens = shape.max_tokens or shape.row_tokens
-    longest = max((item.length for item in items), default=0)
+    longest = max((item.length for item in seq_sizes), default=0)
     if longest > max_tokens:
         raise ValueError(
             f"a sequence of {longest} tokens does not fit a row of {max_tokens}; raise "
             "config.rollout.max_total_tokens or shorten the demonstrations."
         )
     # Assign sequences to rows, and rows to devices.
-    shape, assigned = fit_rows(items, shape, num_shards)
-    rows = [omit_shared_prompts(items, row) for row in assigned]
+    shape, assigned = fit_rows(seq_sizes, shape, num_shards)
+    rows = [omit_shared_prompts(seq_sizes, row) for row in assigned]
     loads = [0] * num_shards
     if num_shards > 1:
-        rows, loads = balance_rows(rows, items, shape.micro_rows, num_shards)
+        rows, loads = balance_rows(rows, seq_sizes, shape.micro_rows, num_shards)
     # Fill the arrays, and split them into micro-batches.
-    arrays = _fill_arrays(sequences, advantages, items, rows, shape, token_fields or {})
+    arrays = _fill_batch_arrays(sequences, advantages, seq_sizes, rows, shape, token_fields or {})
     tower_arrays, attachments = pack_attachments(sequences, rows, shape, num_shards)
     if num_loss_tokens is None:
         num_loss_tokens = sum(int(sequence.loss_mask.sum()) for sequence in sequences)
@@ -530,7 +530,7 @@ def pack_sequences(
     fields = jax.tree.map(lambda array: array.reshape(*blocks, *array.shape[2:]), arrays)
     fields["token_arrays"] |= tower_arrays
     num_tokens = sum(len(sequence.token_ids) for sequence in sequences)
-    num_computed = sum(_count_tokens(items, row) for row in rows)
+    num_computed = sum(_count_tokens(seq_sizes, row) for row in rows)
     num_micro = -(-len(rows) // shape.micro_rows)
     return PackedBatch(
         batch=Batch(**fields),
@@ -546,13 +546,13 @@ def pack_sequences(
     )
 
 
-def _count_tokens(items: Sequence[SequenceSize], row: Row) -> int:
+def _count_tokens(seq_sizes: Sequence[SequenceSize], row: Row) -> int:
     """Count the tokens in a row; a shared prompt counts once."""
-    return sum(items[index].length - num_omitted for index, num_omitted in row)
+    return sum(seq_sizes[index].length - num_omitted for index, num_omitted in row)
 
 
 def balance_rows(
-    rows: Sequence[Row], items: Sequence[SequenceSize], micro_rows: int, num_shards: int
+    rows: Sequence[Row], seq_sizes: Sequence[SequenceSize], micro_rows: int, num_shards: int
 ) -> tuple[list[Row], list[int]]:
     """Order rows so that devices get equal numbers of rows and similar numbers of tokens.
 
@@ -563,7 +563,7 @@ def balance_rows(
         Rows, including empty rows that complete a micro-batch, and the number of tokens by device.
     """
     padded = [*rows, *([] for _ in range(-len(rows) % micro_rows))]
-    sizes = [_count_tokens(items, row) for row in padded]
+    sizes = [_count_tokens(seq_sizes, row) for row in padded]
     if not padded:
         return [], [0] * num_shards
     shares = karmarkar_karp(sizes, num_shards, equal_size=True)
@@ -577,15 +577,15 @@ def balance_rows(
     return [padded[index] for index in order], [sum(sizes[i] for i in share) for share in shares]
 
 
-def _fill_arrays(
+def _fill_batch_arrays(
     sequences: Sequence[TokenSequence],
     advantages: Sequence[np.ndarray] | np.ndarray,
-    items: Sequence[SequenceSize],
+    seq_sizes: Sequence[SequenceSize],
     rows: Sequence[Row],
     shape: BatchShape,
     token_fields: Mapping[str, Sequence[np.ndarray]],
 ) -> dict[str, Any]:
-    """Return the filled fields of `Batch`, `[A * b, T]`."""
+    """Return the fields of `Batch`, `[A * b, T]`, filled with the packed sequences."""
     size = (shape.num_micro * shape.micro_rows, shape.row_tokens)
     arrays: dict[str, Any] = {
         "token_ids": np.zeros(size, np.int32),
@@ -603,7 +603,7 @@ def _fill_arrays(
         start = 0
         for index, num_omitted in members:
             sequence = sequences[index]
-            rest, positions = select_tokens(sequence, items[index], num_omitted)
+            rest, positions = select_tokens(sequence, seq_sizes[index], num_omitted)
             mask = sequence.loss_mask[rest]
             at = (row, slice(start, start + len(rest)))
             arrays["token_ids"][at] = sequence.token_ids[rest]

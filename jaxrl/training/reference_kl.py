@@ -47,7 +47,7 @@ def make_kl_fn(
     )
 
     def add_divergences(groups: Sequence[Group], params: Params, ref_params: Params) -> list[Group]:
-        def compute_batch(batch: Batch, packed: PackedBatch) -> tuple[jax.Array, ...]:
+        def compute_batch_divergences(batch: Batch, packed: PackedBatch) -> tuple[jax.Array, ...]:
             old = score(params, batch, packed)
             ref = score(ref_params, score.model.without_recorded_arrays(batch), packed)
             return estimate_divergence(old, ref, batch.loss_mask)
@@ -56,7 +56,7 @@ def make_kl_fn(
         divergences = [t.divergence for t in trajectories]
         missing = [i for i, t in enumerate(trajectories) if t.is_scored and t.divergence is None]
         trained = [with_loss_mask(trajectories[i], method.loss) for i in missing]
-        pieces = compute_per_token(trained, mesh, shape, compute_batch)
+        pieces = compute_per_token(trained, mesh, shape, compute_batch_divergences)
         for index, trajectory, arrays in zip(missing, trained, pieces, strict=True):
             old_logprobs, ref_logprobs, per_token = arrays
             divergences[index] = Divergence(
@@ -77,10 +77,13 @@ def compute_logprobs(
     mesh = score.model.mesh
     replicate = jax.jit(lambda logprobs: logprobs, out_shardings=replicated_sharding(mesh))
 
-    def compute_batch(batch: Batch, packed: PackedBatch) -> tuple[jax.Array, ...]:
+    def compute_batch_logprobs(batch: Batch, packed: PackedBatch) -> tuple[jax.Array, ...]:
         return (replicate(score(params, batch, packed)),)
 
-    return [logprobs for (logprobs,) in compute_per_token(trajectories, mesh, shape, compute_batch)]
+    return [
+        logprobs
+        for (logprobs,) in compute_per_token(trajectories, mesh, shape, compute_batch_logprobs)
+    ]
 
 
 def compute_per_token(

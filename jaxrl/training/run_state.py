@@ -56,7 +56,7 @@ class Stage:
     update: UpdateStep
     halves_micro_rows: bool = False  # True if `shape` may shrink after an update runs out of memory
 
-    def last_lr(self, state: TrainState) -> float:
+    def get_last_lr(self, state: TrainState) -> float:
         """Return the learning rate of the latest optimizer step; before any, that of the first."""
         # Pass an array, as the update does: a custom schedule may require it.
         return float(self.schedule(jax.numpy.int32(max(int(state.num_updates) - 1, 0))))
@@ -325,9 +325,9 @@ class RunState:
         )
         check_budget(spent, max_cost=limits.max_cost, max_calls=limits.max_calls)
 
-    def add_discarded_cost(self, spent: UsageStats) -> None:
+    def add_discarded_cost(self, discarded: UsageStats) -> None:
         """Add the cost of discarded groups, which will be resampled."""
-        self.progress.ledger += UsageStats(usage=spent.usage)
+        self.progress.ledger += UsageStats(usage=discarded.usage)
 
     @property
     def is_stage_done(self) -> bool:

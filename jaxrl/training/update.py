@@ -208,7 +208,7 @@ class MicroBatchLoop:
 
 
 class ScoreStep:
-    """Compiled forward pass: `score(params, batch, packed)` returns log-probabilities [A, b, T]."""
+    """Compiled scoring step: `score(params, batch, packed)` returns log-probabilities [A, b, T]."""
 
     def __init__(self, model: Model, *, temperature: float):
         """Prepare scoring, with logits divided by `temperature`."""
@@ -296,7 +296,7 @@ def combine_sums(
 
 
 class LoadBalanceStep:
-    """Load-balancing coefficients, from an extra forward pass over the mini-batch."""
+    """Step that computes load-balancing coefficients in an extra pass over the mini-batch."""
 
     def __init__(self, model: Model):
         """Prepare the forward pass of `model`, which must have statistics."""
@@ -335,7 +335,7 @@ class LoadBalanceStep:
 
 
 class GradientStep:
-    """Compiled gradient: `gradient(params, batch, packed)` returns a `GradAccumulator`."""
+    """Compiled gradient step: `gradient(params, batch, packed)` returns a `GradAccumulator`."""
 
     def __init__(
         self,

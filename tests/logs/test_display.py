@@ -66,7 +66,7 @@ class TestDisplay:
 
     def test_parts_of_a_step_are_shown_after_a_long_silence(self, clock):
         display = make_display(activity_interval_s=30)
-        count = display.make_counter("trajectories")
+        count = display.make_progress_callback("trajectories")
         for done in range(0, 100, 10):
             clock[0] += 7
             count(done, 1000)

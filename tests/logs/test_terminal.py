@@ -90,12 +90,12 @@ from jaxrl import launch
 from jaxrl.utils.secrets import redact_output
 from jaxrl.logs.display import Display
 from jaxrl.runtime.watchdog import watchdog
-from jaxrl.runtime.preemption import stop_on_signals
+from jaxrl.runtime.preemption import watch_stop_signals
 
 NUMBERS = {"reward": 0.123456, "exact match": 0.25, "searches": 1.5, "tokens/s": 16_759.3}
 
 def main(argv):
-    with redact_output(), stop_on_signals():
+    with redact_output(), watch_stop_signals():
         display = Display()
         writes = [
             lambda: display.log("warning: before the first step"),

@@ -124,7 +124,7 @@ def test_an_interrupted_compilation_finishes_in_the_background():
 DEEP = """
 import os, jax, jax.numpy as jnp
 from jaxrl.runtime.compilation import CompiledFunction, is_compiling, interruptible
-from jaxrl.runtime.preemption import EXIT_INTERRUPTED, Interrupted, stop_on_signals
+from jaxrl.runtime.preemption import EXIT_INTERRUPTED, Interrupted, watch_stop_signals
 
 @jax.jit
 def layer(x):
@@ -142,7 +142,7 @@ def announce(*args, **settings):
     print("ready", flush=True)
     return compile_fn
 function.make_compile_fn = announce
-with stop_on_signals() as should_stop:
+with watch_stop_signals() as should_stop:
     try:
         with interruptible(should_stop):
             function(jnp.ones((8, 8)))

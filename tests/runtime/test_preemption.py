@@ -29,8 +29,8 @@ def test_best_and_patience_by_hand():
 
 WORK = """
 import hashlib, sys
-from jaxrl.runtime.preemption import stop_on_signals
-with stop_on_signals(*map(eval, sys.argv[2:])) as should_stop:
+from jaxrl.runtime.preemption import watch_stop_signals
+with watch_stop_signals(*map(eval, sys.argv[2:])) as should_stop:
     print("ready", flush=True)
     is_asked = False
     while not is_asked:

@@ -13,7 +13,7 @@ from jaxrl.training.packing import (
     SequenceSize,
     assign_rows,
     fit_rows,
-    list_sizes,
+    list_micro_batch_sizes,
     pack_sequences,
 )
 from tests.helpers import Sequence, gather, random_sequences, sharing_prompts
@@ -115,13 +115,13 @@ def test_smaller_micro_batches_hold_as_many_sequences():
     shape = BatchShape.for_sequences(11, micro_rows=6, row_tokens=8)
     smaller = shape.with_full_rows(4)
     assert (shape.num_micro, smaller.num_micro, smaller.micro_rows) == (2, 3, 4)
-    assert (smaller.full_rows, smaller.num_sequences, smaller.row_tokens) == (4, 12, 8)
+    assert (smaller.num_full_rows, smaller.num_sequences, smaller.row_tokens) == (4, 12, 8)
     # Two devices with one long row each.
     shape = BatchShape.for_sequences(11, micro_rows=6, row_tokens=8, num_prompt_shards=2)
     smaller = shape.with_full_rows(2)
-    assert (shape.num_micro, shape.row_tokens, shape.full_rows) == (2, 24, 6)
+    assert (shape.num_micro, shape.row_tokens, shape.num_full_rows) == (2, 24, 6)
     assert (smaller.num_micro, smaller.micro_rows, smaller.row_tokens) == (6, 2, 8)
-    assert (smaller.full_rows, smaller.num_sequences) == (2, 12)
+    assert (smaller.num_full_rows, smaller.num_sequences) == (2, 12)
 
 
 def test_rows_fit_equal_groups_by_hand():
@@ -223,7 +223,7 @@ def test_sizes_are_the_cheapest_that_fit(lengths, per_shard, num_shards, num_pro
     assert fitted.num_micro * size[0] * size[1] <= shape.num_micro * largest
     costs = [
         cost(len(assign_rows(items, other[1])), other)
-        for other in list_sizes(shape, num_shards)
+        for other in list_micro_batch_sizes(shape, num_shards)
         if other[1] >= max(lengths)
     ]
     assert cost(len(rows), size) == min(costs)

@@ -236,7 +236,7 @@ def packings(sequences, mode):
         for name, order in ORDERS.items():
             packed = pack_all([sequences[i] for i in order], shape, aggregation=mode, scale=SCALE)
             yield f"{num_rows} rows of {row_tokens}{name}", packed
-    halved = SHAPE.with_full_rows(SHAPE.full_rows // 2)
+    halved = SHAPE.with_full_rows(SHAPE.num_full_rows // 2)
     yield "half the rows", pack_all(sequences, halved, aggregation=mode, scale=SCALE)
 
 

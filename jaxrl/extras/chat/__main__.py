@@ -119,7 +119,7 @@ def answer_questions(
             model,
             display,
             step=step,
-            keys=keys,
+            overrides=keys,
             for_chat=for_chat,
             environment=arguments.environment,
         )

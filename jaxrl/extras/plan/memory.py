@@ -49,14 +49,14 @@ from jaxrl.runtime.sharding import (
     compute_mesh_sizes,
     count_batch_shards,
     count_devices_per_replica,
+    count_piece_shards,
     make_process_span_error,
-    num_pieces,
 )
 from jaxrl.runtime.weight_memory import (
     PolicyWeights,
     compute_local_param_sizes,
     count_elements,
-    count_weights,
+    measure_weights,
 )
 from jaxrl.sampling.buckets import list_prefill_buckets, list_row_buckets
 
@@ -292,7 +292,7 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
     shape = compute_batch_shape(config, stage, shards * shares_prompts, sizes["context"], model)
     rows = shape.micro_rows // shards
     tokens = rows * shape.row_tokens // sizes["context"]
-    chunk_tokens = max(config.model.logits_chunk_tokens // num_pieces(mesh), 1)
+    chunk_tokens = max(config.model.logits_chunk_tokens // count_piece_shards(mesh), 1)
     num_chunks, _ = split_evenly(tokens, chunk_tokens)
     # Rows may be shorter than planned, and then their chunks of logits larger.
     chunk = min(tokens, chunk_tokens)
@@ -377,7 +377,7 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
             ) * table_gradients + has_extra_gradient * gradient
     else:
         layer_terms["tables"] = output_terms["tables"] = gathers * tables
-        is_shared = num_pieces(mesh) > 1
+        is_shared = count_piece_shards(mesh) > 1
         if is_tpu:
             if itemsize == 4:  # float32 tables are multiplied as bfloat16 copies
                 layer_terms["tables"] = output_terms["tables"] = gathers * table + gradient // 2
@@ -425,7 +425,7 @@ def plan_rollout(config: ResolvedConfig, model: Architecture, target: Target) ->
     return replace(
         phase,
         persistent=phase.persistent | {"KV cache": pages * cache.page_bytes},
-        spare=0 if is_fixed else (pages - cache.pages_per_row) * cache.page_bytes,
+        spare=0 if is_fixed else (pages - cache.num_pages_per_row) * cache.page_bytes,
     )
 
 
@@ -444,7 +444,9 @@ def count_cache_pages(config: ResolvedConfig, model: Architecture, target: Targe
     if pages is not None:
         return pages
     remaining_bytes = target.usable_bytes - _plan_sampling(config, model, target).peak_bytes
-    return max(min(remaining_bytes // cache.page_bytes, 2 * cache.max_pages), cache.pages_per_row)
+    return max(
+        min(remaining_bytes // cache.page_bytes, 2 * cache.max_pages), cache.num_pages_per_row
+    )
 
 
 def get_page_tokens(config: ResolvedConfig, model: Architecture, target: Target) -> int:
@@ -480,7 +482,7 @@ def _plan_sampling(config: ResolvedConfig, model: Architecture, target: Target) 
     token_bytes = cache.page_bytes // get_page_tokens(config, model, target)
 
     # Largest decode program. An evaluation may have fewer samples than rows.
-    rows = cache.rows
+    rows = cache.num_rows
     if "train" not in config.stages and config.eval.max_tasks:
         samples = 1 if {*config.eval.final_suites} == {"greedy"} else config.eval.samples
         num_sources = 0
@@ -488,11 +490,11 @@ def _plan_sampling(config: ResolvedConfig, model: Architecture, target: Target) 
             kind = "train" if environment.tasks.eval.holdout else "eval"
             num_sources += len(environment.tasks[kind].sources) or 1
         rows = min(rows, num_sources * config.eval.max_tasks * samples)
-    programs = list_row_buckets(target.platform, cache.rows, config.model.dtype)
+    programs = list_row_buckets(target.platform, cache.num_rows, config.model.dtype)
     rows = next(size for size in programs if size >= rows)
     past = (
         copies_pages(_resolve_attention_kernels(config, model, target), target.platform)
-        * cache.pages_per_row
+        * cache.num_pages_per_row
     )
     heads = model.num_heads // mesh.shape["tensor"]
     read_heads = (model.num_heads + 2 * model.num_kv_heads) // mesh.shape["tensor"]
@@ -707,7 +709,7 @@ def _count_policy_weights(config: ResolvedConfig, model: Architecture, mesh: Any
     """Return the sizes of the policy's weights on one device."""
     policy = build_policy_architecture(config, model)
     frozen, dtype = find_frozen_entries(config, policy), jnp.dtype(config.model.dtype)
-    return count_weights(policy, frozen, mesh, dtype)
+    return measure_weights(policy, frozen, mesh, dtype)
 
 
 def _count_state_bytes(

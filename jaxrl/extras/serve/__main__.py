@@ -29,7 +29,7 @@ from jaxrl.config.loading import parse_overrides
 from jaxrl.extras.serve.loading import is_run, load_model
 from jaxrl.extras.serve.worker import Worker
 from jaxrl.logs.display import Display
-from jaxrl.runtime.preemption import stop_on_signals
+from jaxrl.runtime.preemption import watch_stop_signals
 from jaxrl.runtime.resume import read_launch_folder
 from jaxrl.utils.hub import PREFIX, download_model, is_hub_name
 
@@ -130,7 +130,7 @@ def serve(arguments: argparse.Namespace, overrides: Sequence[str], display: Disp
         )
         server = Server(endpoint, arguments.host, listener)
         # Serve until a signal arrives or a thread dies; then wait for running completions.
-        with stop_on_signals() as should_stop:
+        with watch_stop_signals() as should_stop:
             print(f"{server.address}/v1 answers as {loaded.name} (end with Ctrl-C)", flush=True)
             while server.is_alive and not should_stop():
                 time.sleep(0.1)

@@ -125,7 +125,7 @@ def load_model(
         policy.check_files_and_settings()
     # The host matches stop strings, which differ between requests, without the automaton.
     automaton = StopAutomaton(tokenizer.vocab_bytes, ())
-    engine = build_engine(resolved, policy, mesh, automaton, tokenizer, kind=ServedEngine)
+    engine = build_engine(resolved, policy, mesh, automaton, tokenizer, engine_class=ServedEngine)
     assert isinstance(engine, ServedEngine)
     loaded = LoadedModel(
         name=name or path.absolute().name,

@@ -133,7 +133,7 @@ def test_the_newest_or_a_chosen_checkpoint_answers(exported, tiny_world, step):
     settings = ("eval.top_p=0.5", "env.search.tools=()", "search.local.topk=2", "seed=1e3")
     keys = parse_overrides([f"--config.{setting}" for setting in settings])
     assert (keys["search.local.topk"], keys["seed"]) == (2, 1000)
-    parts, config = saved_run.load_saved_run(exported, None, display, step=step, keys=keys)
+    parts, config = saved_run.load_saved_run(exported, None, display, step=step, overrides=keys)
     assert (config.eval.top_p, config.env.search.tools) == (0.5, ())
     assert f"weights: checkpoint of step {step or 40}" in display.console.file.getvalue()
     params, _ = saved_run.load_weights(parts.model, config, exported, None, display, step=step)
