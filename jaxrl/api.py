@@ -347,13 +347,13 @@ class Trainer:
             checkpointer = open_checkpointer(self._prepared.settings, self._workdir, display)
             self._checkpointer = stack.enter_context(contextlib.closing(checkpointer))
             with self._save_on_stop():
-                self._restore(self._prepared.record_start)
+                self._restore_or_start_stage(self._prepared.record_start)
             _open_workdirs.add(self._workdir.resolve())
             stack.callback(_open_workdirs.discard, self._workdir.resolve())
             self._resources = stack.pop_all()
         atexit.register(self._warn_if_unsaved)
 
-    def _restore(self, record_start: Callable[[], None] | None) -> None:
+    def _restore_or_start_stage(self, record_start: Callable[[], None] | None) -> None:
         """Restore the newest checkpoint, or start the stage."""
         prepared = self._prepared
         run_state = self._run_state = load_run_state(
@@ -383,19 +383,19 @@ class Trainer:
                 yield
                 is_interrupted = self._should_stop()
             except (*FATAL_ERRORS, CollapseError, Interrupted) as error:
-                self._save()
+                self._save_completed_steps()
                 if not isinstance(error, Interrupted):
                     raise
                 is_interrupted = True
             finally:
                 self._should_stop = lambda: False
             if is_interrupted:
-                self._save()
+                self._save_completed_steps()
         # Raise here: a notebook keeps an error's frames alive, including the weights in them.
         if is_interrupted:
             raise KeyboardInterrupt(f"completed steps are saved in {self._workdir}")
 
-    def _save(self) -> None:
+    def _save_completed_steps(self) -> None:
         """Save the completed steps, unless the newest checkpoint has them."""
         run_state, learner = self._run_state, self._learner
         if run_state is None or learner is None or learner.is_partial:
@@ -712,7 +712,7 @@ class Trainer:
             roll_back(self._run_state, decision)
             self._run_state.metrics_log.close()
             self._learner = None
-            self._restore(None)
+            self._restore_or_start_stage(None)
             return record
 
     def evaluate(self, suites: Sequence[str] = ()) -> dict[str, float]:
@@ -742,7 +742,7 @@ class Trainer:
         """Save a checkpoint of the completed steps, and wait until it is on disk."""
         with self._save_on_stop():
             _ = self._open_learner  # raises if closed
-            self._save()
+            self._save_completed_steps()
 
     def export(self, folder: str | Path) -> Path:
         """Write the policy in Hugging Face format to `<folder>/export` and return that path.
@@ -763,7 +763,7 @@ class Trainer:
         with self._resources, contextlib.closing(run_state.metrics_log):
             run_state.add_discarded_cost(run_state.pending_usage)
             run_state.pending_usage = UsageStats()
-            self._save()
+            self._save_completed_steps()
             self._learner = None
             if run_state.metrics_log.num_records:
                 write_report(run_state, self._prepared.display.log)

@@ -101,10 +101,10 @@ def write_results(path: Path, record: Mapping[str, Any], text: str) -> None:
 
 
 def read_metrics(path: Path, weights_step: int, fingerprint: str) -> dict[str, float] | None:
-    """Return the metrics of an evaluation on disk, or None if it must be repeated.
+    """Return the metrics of an evaluation on disk, or None if the evaluation must be repeated.
 
     It must be repeated if its file is missing or damaged, if `weights_step` or `fingerprint`
-    differs, or if the environment failed, since it may work now.
+    differs, or if the environment failed, because a failure may be temporary.
     """
     try:
         record = read_object(path)

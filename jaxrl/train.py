@@ -691,7 +691,7 @@ class Learner:
         return dict(progress.record)
 
     def finish_step(self) -> dict[str, Any]:
-        """Evaluate if due, write the step's record and return it, and save a checkpoint if due.
+        """Finish a step: evaluate if due, write and return the record, checkpoint if due.
 
         Raises:
             ValueError: There is no update to finish.

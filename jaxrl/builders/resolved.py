@@ -404,7 +404,7 @@ def _resolve_env_class(config: ConfigDict) -> type[Env]:
             f"class with {', '.join(required)}, as in jaxrl/envs/base.py."
         )
     for name in ("stop_strings", "reward_parts"):
-        _check_strings("env.name", config.env.name, name, getattr(cls, name))
+        _check_string_tuple("env.name", config.env.name, name, getattr(cls, name))
     return cls
 
 
@@ -425,7 +425,7 @@ def _resolve_protocol(config: ConfigDict) -> tuple[Callable[[Sequence[str]], Pro
         is_valid=lambda result: isinstance(result, Protocol),
     )
     for attribute in ("tags", "tools", "stop_strings", "reward_parts"):
-        _check_strings(key, name, attribute, getattr(protocol, attribute))
+        _check_string_tuple(key, name, attribute, getattr(protocol, attribute))
     return make, protocol
 
 
@@ -619,7 +619,8 @@ def _resolve_function(
     return function
 
 
-def _check_strings(key: str, name: str, field: str, strings: Any) -> None:
+def _check_string_tuple(key: str, name: str, field: str, strings: Any) -> None:
+    """Raise a ValueError unless `strings`, a field of the object `name`, is a tuple of strings."""
     if not isinstance(strings, tuple) or not all(isinstance(t, str) and t for t in strings):
         raise ValueError(
             f"config.{key} names {name!r}, whose {field} is {strings!r}; expected a tuple "

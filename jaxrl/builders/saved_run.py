@@ -256,7 +256,7 @@ def load_weights(
     *,
     step: int | None = None,
 ) -> tuple[Params, str]:
-    """Load the weights from the folder `model`, or from a checkpoint if it is None.
+    """Load the weights from the folder `model`, or from a checkpoint if `model` is None.
 
     Returns:
         Parameters, and a description of their source.

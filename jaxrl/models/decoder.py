@@ -620,12 +620,12 @@ class Decoder(Architecture):
         layer_scan: LayerScan,
     ) -> Float[Array, "R T D"]:
         """Compute the final hidden states of packed rows, after the last norm."""
-        x = self._embed(params["embed"], token_ids.reshape(-1))
+        x = self._embed_tokens(params["embed"], token_ids.reshape(-1))
         hidden = self._run_full_pass(params, x, positions.reshape(-1), attend, layer_scan)
         return hidden.reshape(*token_ids.shape, -1)
 
     @jax.named_scope("embed")
-    def _embed(self, table: Params, ids: Int[Array, " M"]) -> Float[Array, "M D"]:
+    def _embed_tokens(self, table: Params, ids: Int[Array, " M"]) -> Float[Array, "M D"]:
         if "master" in table:
             return embedding_lookup(table["embedding"], table["master"], ids)
         return table["embedding"][ids]
@@ -687,7 +687,7 @@ class Decoder(Architecture):
         layer_scan: SamplerLayerScan,
     ) -> Float[Array, "M D"]:
         """Compute the final hidden states in the sampler, after the last norm."""
-        x = self._embed(weights["embed"], token_ids)
+        x = self._embed_tokens(weights["embed"], token_ids)
         return self._run_sampler_pass(weights, x, positions, layer_scan)
 
     def _run_sampler_pass(

@@ -519,7 +519,7 @@ def write_hf(
         sizes[exported] = sizes.get(exported, 0) + math.prod(location.shape) * size
     sizes |= {name: math.prod(t.shape) * DTYPES[t.dtype].itemsize for name, t in copied.items()}
 
-    def get_any_tensor(name: str) -> np.ndarray:
+    def get_exported_tensor(name: str) -> np.ndarray:
         if name in copied:
             return copied[name].data[:]
         if name not in fused:
@@ -538,7 +538,7 @@ def write_hf(
         write_tensors(
             folder,
             sizes,
-            get_any_tensor,
+            get_exported_tensor,
             max_shard_size=max_shard_size,
             is_writer=is_writer,
         )

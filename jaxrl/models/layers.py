@@ -114,7 +114,7 @@ class LayerScan:
             if self.scan:
                 x = jax.lax.scan(lambda x, block: (layer(x, block), None), x, run)[0]
                 continue
-            for block in _unstack(run):
+            for block in _unstack_layers(run):
                 x = layer(x, block)
         return x
 
@@ -125,7 +125,7 @@ class LayerScan:
         layer = self._with_remat(layer)
         if not self.scan:
             outputs = []
-            for block in _unstack(blocks):
+            for block in _unstack_layers(blocks):
                 x = layer(x, block)
                 outputs.append(x)
             return x, jnp.stack([outputs[layer_index] for layer_index in layers])
@@ -242,7 +242,7 @@ def prepare_sampler_weights(weights: Params, *, scan: bool, stacks: Stacks | Non
         return weights
     blocks = weights["blocks"]
     runs = _slice_runs(_find_layer_runs(blocks, stacks), blocks) if stacks else [blocks]
-    return {**weights, "blocks": tuple(block for run in runs for block in _unstack(run))}
+    return {**weights, "blocks": tuple(block for run in runs for block in _unstack_layers(run))}
 
 
 LayerRun = tuple[tuple[str, int, int], ...]
@@ -293,21 +293,21 @@ _slice_runs.defvjp(_slice_runs_forward, _slice_runs_backward)
 
 
 @jax.custom_vjp
-def _unstack(blocks: Params) -> list[Params]:
+def _unstack_layers(blocks: Params) -> list[Params]:
     """Return one parameter tree per layer; gradients are stacked instead of summed."""
     [count] = {len(leaf) for leaf in jax.tree.leaves(blocks)}
     return [jax.tree.map(lambda leaf, i=i: leaf[i], blocks) for i in range(count)]
 
 
-def _unstack_forward(blocks: Params) -> tuple[list[Params], None]:
-    return _unstack(blocks), None
+def _unstack_layers_forward(blocks: Params) -> tuple[list[Params], None]:
+    return _unstack_layers(blocks), None
 
 
-def _unstack_backward(_: None, gradients: list[Any]) -> tuple[Params]:
+def _unstack_layers_backward(_: None, gradients: list[Any]) -> tuple[Params]:
     def stack_leaves(*leaves: Any) -> Any:
         return None if leaves[0].dtype == jax.dtypes.float0 else jnp.stack(leaves)  # int8 weights
 
     return (jax.tree.map(stack_leaves, *gradients),)
 
 
-_unstack.defvjp(_unstack_forward, _unstack_backward)
+_unstack_layers.defvjp(_unstack_layers_forward, _unstack_layers_backward)

@@ -262,7 +262,7 @@ class Model:
                 shardings[name].get(leaf, next(iter(shardings[name].values())))
                 for shardings in (gathered, gradient_shardings)
             ]
-            return _constrain(array, *pair)
+            return _constrain_shardings(array, *pair)
 
         tables = {
             name: {leaf: gather_table(name, leaf, array) for leaf, array in params[name].items()}
@@ -272,21 +272,21 @@ class Model:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _constrain(array: jax.Array, sharding: Any, gradient_sharding: Any) -> jax.Array:
+def _constrain_shardings(array: jax.Array, sharding: Any, gradient_sharding: Any) -> jax.Array:
     """Constrain the shardings of an array and of its gradient."""
     return jax.lax.with_sharding_constraint(array, sharding)
 
 
-def _constrain_forward(
+def _constrain_shardings_forward(
     array: jax.Array, sharding: Any, gradient_sharding: Any
 ) -> tuple[jax.Array, None]:
-    return _constrain(array, sharding, gradient_sharding), None
+    return _constrain_shardings(array, sharding, gradient_sharding), None
 
 
-def _constrain_backward(
+def _constrain_shardings_backward(
     sharding: Any, gradient_sharding: Any, _: None, gradient: jax.Array
 ) -> tuple[jax.Array]:
     return (jax.lax.with_sharding_constraint(gradient, gradient_sharding),)
 
 
-_constrain.defvjp(_constrain_forward, _constrain_backward)
+_constrain_shardings.defvjp(_constrain_shardings_forward, _constrain_shardings_backward)

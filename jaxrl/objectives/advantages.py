@@ -242,7 +242,7 @@ def pass_at_k_entropy_guided(
     *,
     k: int,
 ) -> Float[jax.Array, " N"]:
-    """Compute pass@1 advantages for high-entropy groups, and pass@k advantages for all others.
+    """Compute pass@1 advantages for high-entropy groups and pass@k advantages for other groups.
 
     From https://arxiv.org/abs/2508.10751: the half of the groups with the highest entropy exploits
     (pass@1), and the other half explores (pass@k). With an odd number of groups, the middle group

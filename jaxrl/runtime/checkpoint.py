@@ -378,15 +378,15 @@ def restore_params(folder: Path, target: Params, step: int | None = None) -> tup
         return step, checkpointer.restore(folder.absolute() / str(step) / "params", target)
 
 
-def rank_steps(values: Mapping[int, float | None]) -> list[int]:
+def rank_steps(scores: Mapping[int, float | None]) -> list[int]:
     """Return the steps with a score, sorted by score (highest first) and then by step."""
-    ranked = sorted((-value, step) for step, value in values.items() if value is not None)
+    ranked = sorted((-score, step) for step, score in scores.items() if score is not None)
     return [step for _, step in ranked]
 
 
-def select_steps_to_keep(values: Mapping[int, float | None], keep: int, keep_best: int) -> set[int]:
+def select_steps_to_keep(scores: Mapping[int, float | None], keep: int, keep_best: int) -> set[int]:
     """Return the newest `keep` >= 1 steps, and the `keep_best` steps with the highest scores."""
-    return {*sorted(values)[-keep:], *rank_steps(values)[:keep_best]}
+    return {*sorted(scores)[-keep:], *rank_steps(scores)[:keep_best]}
 
 
 def write_manifest(folder: Path, step: int, value: float | None) -> None:

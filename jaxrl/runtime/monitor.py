@@ -152,9 +152,11 @@ class Monitor:
             while True:
                 connection, _ = self._listener.accept()
                 arguments = (Connection(connection.detach()),)
-                threading.Thread(target=self._authenticate, args=arguments, daemon=True).start()
+                threading.Thread(
+                    target=self._authenticate_monitor, args=arguments, daemon=True
+                ).start()
 
-    def _authenticate(self, connection: Connection) -> None:
+    def _authenticate_monitor(self, connection: Connection) -> None:
         """Queue the connection of a monitor that sends the token; close any other connection."""
         with contextlib.suppress(OSError, EOFError, ValueError):
             token, _, index = connection.recv_bytes(_MAX_HELLO_BYTES).partition(b" ")
@@ -166,16 +168,16 @@ class Monitor:
     def run(self) -> None:
         """Watch until the monitored process has finished or any process is lost."""
         while self._settings.index not in self._finished:
-            loss = self._handle_event(self._receive(HEARTBEAT_INTERVAL_S / 2))
+            loss = self._handle_event(self._receive_event(HEARTBEAT_INTERVAL_S / 2))
             loss = loss or self._check_timeouts() or self._check_failure()
             if loss is not None:
                 return self._terminate_process(loss)
             if time.monotonic() - self._last_heartbeat_at >= HEARTBEAT_INTERVAL_S:
                 self._last_heartbeat_at = time.monotonic()
-                self._broadcast(alive=True)
-        self._broadcast(finished=True)
+                self._send_to_monitors(alive=True)
+        self._send_to_monitors(finished=True)
 
-    def _receive(self, timeout_s: float) -> tuple[int, Any] | None:
+    def _receive_event(self, timeout_s: float) -> tuple[int, Any] | None:
         """Return the next event; None if there is none within `timeout_s` seconds."""
         try:
             index, event = self._events.get(timeout=timeout_s)
@@ -209,7 +211,7 @@ class Monitor:
             self._first_failure = (time.monotonic(), loss)
         if "stop" in event and not self._is_stopping:
             self._is_stopping = True
-            self._broadcast(stop=True)
+            self._send_to_monitors(stop=True)
             self._send_to_process(stop=True)
         if "finished" in event:
             self._finished.add(index)
@@ -249,7 +251,7 @@ class Monitor:
         reported_at, loss = self._first_failure
         return loss if time.monotonic() - reported_at >= FAILURE_WAIT_S else None
 
-    def _broadcast(self, **message: Any) -> None:
+    def _send_to_monitors(self, **message: Any) -> None:
         """Send a message to all monitors that are connected to this monitor."""
         for connection in self._connections.values():
             with contextlib.suppress(OSError):
@@ -263,7 +265,7 @@ class Monitor:
     def _terminate_process(self, loss: ProcessLoss) -> None:
         """Report the lost process to all monitors and terminate the monitored process."""
         settings = self._settings
-        self._broadcast(**asdict(loss))
+        self._send_to_monitors(**asdict(loss))
         if settings.hub_fd < 0 and loss.index == settings.index:
             # The hub decides which loss came first: an earlier loss may have caused this one.
             loss = self._wait_for_hub() or loss
@@ -280,13 +282,13 @@ class Monitor:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(settings.pid, signal.SIGKILL)
                 return
-            self._receive(HEARTBEAT_INTERVAL_S / 2)
+            self._receive_event(HEARTBEAT_INTERVAL_S / 2)
 
     def _wait_for_hub(self) -> ProcessLoss | None:
         """Wait for the hub to report the lost process; return None if it does not."""
         deadline = time.monotonic() + GRACE_S
         while 0 not in self._gone and time.monotonic() < deadline:
-            _, event = self._receive(HEARTBEAT_INTERVAL_S / 2) or (0, None)
+            _, event = self._receive_event(HEARTBEAT_INTERVAL_S / 2) or (0, None)
             if isinstance(event, dict) and "lost" in event:
                 return ProcessLoss.from_line(event)
         return None

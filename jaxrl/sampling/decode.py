@@ -599,7 +599,7 @@ class Programs:
     def _make_chunk_attention(
         self, cache: Cache, tables: jax.Array
     ) -> tuple[Callable[..., jax.Array], tuple[Any, ...]]:
-        """Return a function that attends to the past and the chunk, and the past to pass to it.
+        """Return the attention function for a chunk's steps, and the past to pass to the function.
 
         Queries attend to past positions below their limits. The past has one entry per layer, or
         one for all layers.

@@ -651,7 +651,7 @@ class Engine:
         """
         is_dispatched = self._allocate_pages()
         if is_dispatched:
-            self._swap_in()
+            self._swap_in_rows()
             self._admit_requests()
             is_dispatched = self._dispatch_chunk()
         self.peak_pages = max(shard.pool.peak_used for shard in self._shards)
@@ -675,7 +675,7 @@ class Engine:
                         continue
                     if self._in_flight:  # its rows still write to their pages
                         return False
-                    self._preempt(shard, shard.resident_rows[-1])
+                    self._preempt_row(shard, shard.resident_rows[-1])
                 if row.saved is None:
                     first = len(row.pages)
                     row.pages += shard.pool.allocate(num_missing_pages)
@@ -687,7 +687,7 @@ class Engine:
         self._tables[row.slot] = self.num_pages
         self._tables[row.slot, : len(row.pages)] = row.pages
 
-    def _preempt(self, shard: BlockScheduler, row: Row) -> None:
+    def _preempt_row(self, shard: BlockScheduler, row: Row) -> None:
         """Swap a row out to the host, and free its pages and state."""
         num_pages = count_pages(row.length, self.page_tokens)
         row.saved = self._swap_row(row, sources=row.pages[:num_pages])
@@ -695,7 +695,7 @@ class Engine:
         self.counts.preemptions += 1
         self.counts.swapped += row.length
 
-    def _swap_in(self) -> None:
+    def _swap_in_rows(self) -> None:
         """Swap in preempted rows while their pages fit, oldest first."""
         for shard in self._shards:
             while row := shard.get_row_to_swap_in():

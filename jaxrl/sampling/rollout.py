@@ -170,7 +170,7 @@ class Rollout(BaseRollout):
     def _pop_unfinished(
         self, keys: Sequence[tuple[int, int, int]], sampling: SamplingConfig
     ) -> tuple[dict[tuple[int, int, int], list[Sample]], deque[_EnvCall]]:
-        """Pop the unfinished groups with these keys and their pending calls; drop all others.
+        """Pop the unfinished groups with these keys and their pending calls; drop other groups.
 
         If `max_unfinished` is 0, as in an evaluation, pop and drop nothing.
         """

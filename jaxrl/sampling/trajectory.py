@@ -95,7 +95,7 @@ class Sample:
         self.turn_starts.append(len(self.token_ids))
 
     def begin_context(self, token_ids: Sequence[int], num_repeated: int) -> None:
-        """Begin a new context with these ids, and the next turn in it.
+        """Begin a new context that starts with `token_ids`, and begin the next turn there.
 
         The first `num_repeated` ids also appear in an earlier context.
         """

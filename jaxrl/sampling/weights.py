@@ -196,7 +196,10 @@ def partition_program(program: Any) -> list[tuple[list[int], list[int]]]:
 
 
 def _find_dependencies(jaxpr: Any, inputs: Sequence[set[int]]) -> list[set[int]]:
-    """Return the inputs that each output of a jaxpr depends on, given those of its inputs."""
+    """Return, for each output of a jaxpr, the indices of the program inputs it depends on.
+
+    `inputs` holds the same indices for each input of the jaxpr.
+    """
     sources = {
         id(variable): dependencies
         for variable, dependencies in zip(jaxpr.invars, inputs, strict=True)

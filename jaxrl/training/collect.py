@@ -94,7 +94,7 @@ _GROUP_FIELDS = ("groups", "buffered_groups")
 
 @dataclass(kw_only=True)
 class StepSampler:
-    """Sampler of a step's groups on all processes, which also adds up their usage."""
+    """Sampler of a step's groups on all processes; also sums their usage."""
 
     rollout: RolloutFunction  # rollout over all processes
     sampling: SamplingConfig

@@ -208,7 +208,7 @@ class AdaptiveKL:
         """
         if math.isnan(kl):
             return self
-        error = _clip(float(kl) / target - 1.0, 0.2)
+        error = _clip_magnitude(float(kl) / target - 1.0, 0.2)
         return AdaptiveKL(self.coef * (1.0 + error * num_samples / horizon))
 
 
@@ -255,11 +255,12 @@ class LogKL:
         state = dataclasses.replace(self, average=average, num_updates=self.num_updates + 1)
         if state.num_updates % every or abs(average) < dead_zone:
             return state
-        coef = self.coef * math.exp(rate * _clip(average, 0.2))
+        coef = self.coef * math.exp(rate * _clip_magnitude(average, 0.2))
         return dataclasses.replace(state, coef=min(max(coef, min_coef), max_coef))
 
 
-def _clip(value: float, limit: float) -> float:
+def _clip_magnitude(value: float, limit: float) -> float:
+    """Clip a value to [-limit, limit]."""
     return min(max(value, -limit), limit)
 
 

@@ -196,7 +196,7 @@ class QwenVLConfig(QwenConfig):
         inputs, images = layer_scan.aux.inputs, layer_scan.aux.attached
         if images is None:
             return super().hidden_states(params, token_ids, positions, attend, layer_scan)
-        x = self._embed(params["embed"], token_ids.reshape(-1))
+        x = self._embed_tokens(params["embed"], token_ids.reshape(-1))
         patches, coords = images["patches"], images["coords"]
         image_embeds = self.tower.encode(params["vision"], patches, coords, layer_scan)
         x, features = merge_image_embeds(x, image_embeds, inputs[UNITS])

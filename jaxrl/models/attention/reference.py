@@ -139,10 +139,10 @@ _product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 @jax.custom_vjp
 def _attend(q: jax.Array, k: jax.Array, v: jax.Array, key_ranges: jax.Array) -> jax.Array:
-    return _forward(q, k, v, key_ranges)[0]
+    return _attend_forward(q, k, v, key_ranges)[0]
 
 
-def _forward(
+def _attend_forward(
     q: jax.Array, k: jax.Array, v: jax.Array, key_ranges: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Return the outputs, and the residuals for the backward pass."""
@@ -216,7 +216,7 @@ def _compute_scores(
     return jnp.where(mask, _product("rkth,rksh->rkts", q, k) * q.shape[3] ** -0.5, MASK_VALUE)
 
 
-def _backward(
+def _attend_backward(
     saved: tuple[jax.Array, ...], gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     q, k, v, key_ranges, out, lse = saved
@@ -273,7 +273,7 @@ def _add_to_block(sums: KVGradients, index: jax.Array, new: Sequence[jax.Array])
     return dk, dv
 
 
-_attend.defvjp(_forward, _backward)
+_attend.defvjp(_attend_forward, _attend_backward)
 
 
 EMPTY_LSE = MASK_VALUE / 2
