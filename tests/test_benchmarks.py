@@ -244,9 +244,9 @@ def test_agreement_of_experts_notices_a_row_of_another_group(monkeypatch, tmp_pa
     assert agreement.main(flags) == 0
     assert json.loads(path.read_text())["xla, float32"]["of weights"] < 1e-5
     monkeypatch.setattr(choice, "grouped_matmul", wrong)
-    choice._select_cached.cache_clear()
+    choice._select_kernels_cached.cache_clear()
     assert agreement.main(flags) == 1
-    choice._select_cached.cache_clear()
+    choice._select_kernels_cached.cache_clear()
 
 
 @pytest.mark.parametrize("preset", ["cpu", "h200"])

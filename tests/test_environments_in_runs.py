@@ -244,7 +244,7 @@ def test_chat_and_serve_take_one_environment(base):
     assert selected.env.name == "math"
     trajectory, _ = Conversation(components, selected).ask("How many?")
     assert trajectory.task.environment == ""
-    served_model = load_model(base, Display(), environment="search", rows=1)
+    served_model = load_model(base, Display(), environment="search", num_rows=1)
     assert served_model.stops == ("</search>", "</answer>")
 
 

@@ -30,11 +30,11 @@ def broken_kernels(monkeypatch):
     monkeypatch.setitem(choice.PAGED_KERNELS, "cpu", of_sampler)
     experts = {"megablox": f"{BROKEN}:product_does_not_compile", "triton": f"{BROKEN}:no_such"}
     monkeypatch.setitem(choice_of_experts.KERNELS, "cpu", experts)
-    choice._select_cached.cache_clear()
-    choice_of_experts._select_cached.cache_clear()
+    choice._select_kernels_cached.cache_clear()
+    choice_of_experts._select_kernels_cached.cache_clear()
     yield
-    choice._select_cached.cache_clear()
-    choice_of_experts._select_cached.cache_clear()
+    choice._select_kernels_cached.cache_clear()
+    choice_of_experts._select_kernels_cached.cache_clear()
 
 
 def play(config, workdir):

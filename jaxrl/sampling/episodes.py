@@ -405,7 +405,7 @@ class BaseRollout:
 
     def _count_image_tokens(self, images: Sequence[Attachment]) -> list[int]:
         """Return the number of tokens of each image."""
-        return [self._image_processor.num_units(image) for image in images]
+        return [self._image_processor.num_image_tokens(image) for image in images]
 
     def _make_timeout_result(self, task: Task) -> StepResult:
         """Create a failed step for a task whose reply missed the deadline."""

@@ -134,7 +134,7 @@ class ImageProcessor(Protocol):
             UnreadableError: The data is not an image.
         """
 
-    def num_units(self, attachment: Any) -> int:
+    def num_image_tokens(self, attachment: Any) -> int:
         """Return the number of tokens of a preprocessed image."""
 
     def __call__(self, image: Picture) -> Attachment:

@@ -1,7 +1,8 @@
 """Search for accepted answers in a corpus, in one pass over its documents.
 
 Texts are normalized with `jaxrl.envs.rewards.qa.normalize_answer`, as for exact match, and compared
-word by word. Dashes and brackets separate words. In scripts without spaces, every letter is a word.
+word by word. Dashes and brackets separate words. In languages written without spaces, every letter
+is a word.
 """
 
 from __future__ import annotations
@@ -57,10 +58,9 @@ def make_phrases(task: Task) -> set[Phrase]:
 def find_phrases(phrases: Iterable[Phrase], documents: Iterable[Document]) -> set[Phrase]:
     """Return the phrases that occur in the title or text of at least one document.
 
-    An index maps the first word and the length to the phrases that no document has contained so
-    far. Each word of a document costs one lookup, and one more for each phrase length under that
-    word. Memory grows with the number of words in all phrases. The pass ends once all phrases are
-    found.
+    An index by first word and length holds the phrases that have not been found yet. Each word of a
+    document costs one lookup, and one more for each phrase length under that word. Memory grows
+    with the number of words in all phrases. The pass ends once all phrases are found.
     """
     missing: dict[str, dict[int, set[Phrase]]] = {}
     for phrase in phrases:
@@ -103,5 +103,5 @@ def find_unanswerable_tasks(
 
 
 def are_all_missing(phrases: Collection[Phrase], present_phrases: Collection[Phrase]) -> bool:
-    """Return True if there are phrases, and none of them was found."""
+    """Return True if `phrases` is not empty and none of them is in `present_phrases`."""
     return bool(phrases) and not any(phrase in present_phrases for phrase in phrases)

@@ -75,11 +75,11 @@ def audit_tasks(
     ]
 
 
-def sample_tasks(tasks: Sequence[Task], count: int, *, seed: int) -> list[Task]:
-    """Sample `count` tasks, or return all if `count` is 0, in their original order."""
-    if not 0 < count < len(tasks):
+def sample_tasks(tasks: Sequence[Task], num_tasks: int, *, seed: int) -> list[Task]:
+    """Sample `num_tasks` tasks, or return all if `num_tasks` is 0, in their original order."""
+    if not 0 < num_tasks < len(tasks):
         return list(tasks)
-    indices = np.random.default_rng(seed).choice(len(tasks), count, replace=False)
+    indices = np.random.default_rng(seed).choice(len(tasks), num_tasks, replace=False)
     return [tasks[index] for index in sorted(indices.tolist())]
 
 

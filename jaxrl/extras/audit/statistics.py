@@ -104,7 +104,7 @@ def compute_statistics(
             add("answer in no document", count_flags(flags, tasks, is_checked))
         if isinstance(engine, DocumentSearch):
             show(f"searching for the {len(tasks):,} {name} questions")
-            ranks = find_ranks(engine, tasks, phrases[name])
+            ranks = find_answer_ranks(engine, tasks, phrases[name])
             has_rank = [rank is not None for rank in ranks]
             for depth in DEPTHS:
                 flags = [rank is not None and rank < depth for rank in ranks]
@@ -116,7 +116,7 @@ def compute_statistics(
             add("answers that earn nothing", count_unrewarded_answers(env, parts, tasks))
         # Duplicates, among all tasks of the split.
         everything, hashes = splits[name], hash_questions(splits[name])
-        add("question repeated", count_flags(find_repeated_rows(hashes), everything))
+        add("question repeated", count_flags(flag_repeated_rows(hashes), everything))
         others = [hash_questions(splits[other]) for other in samples if other != name]
         if others:
             known = {*others[0].ravel().tolist()}
@@ -136,16 +136,16 @@ def compute_statistics(
 def count_flags(
     flags: Sequence[bool], tasks: Iterable[Task], is_included: Sequence[bool] | None = None
 ) -> Statistic:
-    """Return the number of flagged tasks, and their share of all tasks or of included tasks."""
+    """Return the number and ids of flagged tasks, and the fraction of tasks that are flagged."""
     total = len(flags) if is_included is None else sum(is_included)
     ids = [task.id for task, flag in zip(tasks, flags, strict=True) if flag]
     return {"count": len(ids), "of": total, "share": len(ids) / max(total, 1), "tasks": ids}
 
 
-def find_ranks(
+def find_answer_ranks(
     engine: DocumentSearch, tasks: Sequence[Task], phrases: Sequence[set[Phrase]]
 ) -> list[float | None]:
-    """Return the rank (from 0) of the first document with an accepted answer, for each question.
+    """Return, for each task, the rank (from 0) of the first document with an accepted answer.
 
     The rank is infinite if none of the first `max(DEPTHS)` documents has an answer. It is None if
     the task has no answer to search for, or if the search failed.
@@ -172,10 +172,10 @@ def get_question(task: Task) -> str:
 
 
 def count_unrewarded_answers(env: Env, parts: Sequence[str], tasks: Sequence[Task]) -> Statistic:
-    """Count the accepted answers that get no reward from a reward part.
+    """Count the accepted answers that at least one of the reward parts never rewards.
 
-    Each answer is scored as the only accepted answer of its task, verbatim and normalized, in each
-    response form of `ANSWER_FORMS`.
+    Each accepted answer is scored as if it were the only one of its task. It is submitted verbatim
+    and normalized, in every response form in `ANSWER_FORMS`.
 
     Args:
         env: Built-in environment.
@@ -200,8 +200,8 @@ def count_unrewarded_answers(env: Env, parts: Sequence[str], tasks: Sequence[Tas
     return {"count": num_unpaid, "of": total, "share": num_unpaid / max(total, 1), "tasks": ids}
 
 
-def find_repeated_rows(hashes: np.ndarray) -> list[bool]:
-    """Return True for rows of `hashes`, uint64 [N, 2], that share a hash with an earlier row."""
+def flag_repeated_rows(hashes: np.ndarray) -> list[bool]:
+    """Return a flag per row of `hashes`, uint64 [N, 2]: True if an earlier row shares a hash."""
     seen: set[int] = set()
     flags = []
     for row in hashes.tolist():

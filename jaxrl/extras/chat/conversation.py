@@ -18,7 +18,7 @@ from jaxrl.utils.text import replace_surrogates
 
 
 class Conversation:
-    """Chat with a run's model and tools.
+    """Conversation with a run's model, which can use the run's tools.
 
     The first question uses the training prompt (`config.prompt`). Later questions are user messages
     after the earlier episodes. With a tag protocol, all turns and tool results of an episode stay

@@ -42,8 +42,8 @@ def delta_rule(
         v: Values.
         log_decay: Logarithm of the state's decay, at most 0.
         beta: Learning rate in [0, 1].
-        starts: For each token, index in the chunk of its context's first token; -1 if the context
-            began before the chunk. A context starts from a state of zeros.
+        starts: Index, within the chunk, of the first token of each token's context; -1 if the
+            context began before the chunk. A context starts from a state of zeros.
     """
     if q.shape[1] == 1:
         return _delta_rule_step(state, q, k, v, log_decay, beta, starts)

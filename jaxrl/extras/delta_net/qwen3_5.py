@@ -117,13 +117,13 @@ class Qwen35Config(QwenConfig):
 
     Attributes:
         attention_layers: Sorted indices of the layers with attention.
-        rotary_fraction: Part of each head that rotary embeddings rotate.
+        rotary_fraction: Fraction of each head's dimensions that rotary embeddings rotate.
         num_key_heads: Number of key heads of the delta nets, G.
         num_value_heads: Number of value heads of the delta nets, N; a multiple of G.
         key_dim: Size of a key head, K.
         value_dim: Size of a value head, V.
         conv_width: Number of tokens in the window of the convolution, W.
-        has_tower: True for the checkpoint of a model with a vision tower, which is not used.
+        has_tower: True if the checkpoint contains a vision tower. The tower is not used.
     """
 
     attention_layers: tuple[int, ...]
@@ -254,7 +254,7 @@ class Qwen35Config(QwenConfig):
         return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
 
     def declare_mixers(self, rngs: nnx.Rngs) -> dict[str, nnx.Module]:
-        """Declare attention with a gate, and a delta net."""
+        """Declare gated attention and a delta net."""
         return {
             "attention": GatedAttention(self, rngs=rngs),
             "delta": DeltaNet(self, rngs=rngs),
@@ -275,15 +275,15 @@ class Qwen35Config(QwenConfig):
         return {**super().mixer_axes(), "delta": delta}
 
     def mixer_hf_names(self) -> dict[str, str]:
-        """Return the HF names of the delta net."""
+        """Return the HF names of the delta net's parameters."""
         return HF_NAMES
 
     def hf_prefix_map(self) -> dict[str, str]:
-        """Return the prefix of text tensors in checkpoints with a vision tower."""
+        """Map the text prefix of checkpoints with a vision tower to the prefix in `hf_names`."""
         return {"model.language_model.": "model."}
 
     def hf_module_prefixes(self) -> dict[str, str]:
-        """Return the empty prefix of a text model in transformers; see also `hf_prefix_map`."""
+        """Return {} for a text model, whose modules have the same prefix in transformers."""
         return super().hf_module_prefixes() if self.has_tower else {}
 
     def hf_copied_prefixes(self) -> tuple[str, ...]:
@@ -390,7 +390,7 @@ class Qwen35Config(QwenConfig):
         return _with_decay_rates(super().weights_for_decoding(params, dtype), params)
 
     def estimate_layer_memory(self, tensor: int) -> MemoryTerms:
-        """Return the memory of an attention layer or a delta net layer, whichever is larger."""
+        """Estimate the memory of an attention layer or a delta net layer, whichever is larger."""
         dense, inner = super().estimate_layer_memory(tensor), -(-self.mlp_width // tensor)
         attention_width = self.num_heads // tensor * self.head_dim  # also the width of the gates
         # A delta net's inputs are its queries, keys and values, and its gates.

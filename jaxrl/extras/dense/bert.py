@@ -37,7 +37,7 @@ ACTIVATIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class BertConfig:
-    """Fields of a BERT `config.json` that change the computation."""
+    """Config of a BERT encoder: the fields of `config.json` that change the computation."""
 
     vocab_size: int
     width: int

@@ -14,15 +14,15 @@ from jaxrl.envs.search.base import DocumentSearch, Hit, Progress
 from jaxrl.envs.search.corpus import CorpusDocuments, compute_corpus_digest, get_index_folder
 from jaxrl.extras.dense.encoder import Encoder, compute_folder_digest
 from jaxrl.extras.dense.encoders import read_embedding_model
-from jaxrl.extras.dense.files import IndexSpec, ReadRows, open_index, read_prebuilt
+from jaxrl.extras.dense.files import IndexSpec, ReadRows, open_index, open_precomputed_vectors
 from jaxrl.extras.dense.passages import PassageIndex
 from jaxrl.utils.text import replace_surrogates
 
 NUM_SAMPLED = 8
-"""Number of documents to encode as a check of prebuilt vectors."""
+"""Number of documents to encode as a check of precomputed vectors."""
 
 MIN_COSINE = 0.95
-"""Minimum median cosine similarity between prebuilt and encoded vectors."""
+"""Minimum median cosine similarity between precomputed and encoded vectors."""
 
 
 class DenseSearch(DocumentSearch):
@@ -64,8 +64,8 @@ class DenseSearch(DocumentSearch):
         settings of `search.dense`; see `keys.py`.
 
         Raises:
-            FileNotFoundError: The corpus, the encoder or the file with prebuilt vectors is missing.
-            ImportError: The prebuilt vectors are a FAISS index, and faiss is not installed.
+            FileNotFoundError: The corpus, encoder or file of precomputed vectors is missing.
+            ImportError: The precomputed vectors are a FAISS index, and faiss is not installed.
             PermissionError, NotADirectoryError: The index folder is not writable.
             ValueError: A file is malformed, or corpus, encoder and vectors do not match.
         """
@@ -84,7 +84,9 @@ class DenseSearch(DocumentSearch):
         index_dir = get_index_folder(corpus, index)
         settings: dict[str, Any]
         if embeddings:
-            read_prebuilt(Path(embeddings))  # before the digest, so that errors name the config key
+            open_precomputed_vectors(
+                Path(embeddings)
+            )  # before the digest, so that errors name the config key
             settings = {"embeddings": compute_corpus_digest(Path(embeddings), index_dir)}
         else:
             settings = asdict(model)
@@ -102,7 +104,7 @@ class DenseSearch(DocumentSearch):
             encode = self._make_encoding_reader(documents)
             if not embeddings:
                 return encode
-            return self._make_prebuilt_reader(documents, encode, embeddings)
+            return self._make_precomputed_reader(documents, encode, embeddings)
 
         index_files = open_index(spec, make_reader, progress)
         self.documents = self._documents = index_files.documents
@@ -139,23 +141,23 @@ class DenseSearch(DocumentSearch):
 
         return encode_range
 
-    def _make_prebuilt_reader(
+    def _make_precomputed_reader(
         self, documents: CorpusDocuments, encode: ReadRows, path: str
     ) -> ReadRows:
-        """Check a sample of prebuilt vectors; return a function that reads prebuilt vectors.
+        """Check a sample of the precomputed vectors, and return a function that reads them.
 
         Raises:
             ValueError: The vectors do not match these documents and this encoder.
         """
-        key, prebuilt = "config.search.dense.embeddings", read_prebuilt(Path(path))
+        key, precomputed = "config.search.dense.embeddings", open_precomputed_vectors(Path(path))
         width = self._encoder.model.width
-        if prebuilt.shape != (len(documents), width):
+        if precomputed.shape != (len(documents), width):
             raise ValueError(
-                f"{key} is {path!r} with vectors of shape {list(prebuilt.shape)}; expected "
+                f"{key} is {path!r} with vectors of shape {list(precomputed.shape)}; expected "
                 f"{[len(documents), width]}, one per document with the encoder's width."
             )
         positions = np.unique(np.linspace(0, len(documents) - 1, NUM_SAMPLED).round().astype(int))
-        prebuilt_vectors = np.concatenate([prebuilt.rows(i, i + 1) for i in positions.tolist()])
+        prebuilt_vectors = np.concatenate([precomputed.rows(i, i + 1) for i in positions.tolist()])
         encoded_vectors = np.concatenate([encode(i, i + 1) for i in positions.tolist()])
         norms = np.linalg.norm(prebuilt_vectors, axis=1) * np.linalg.norm(encoded_vectors, axis=1)
         cosines = (prebuilt_vectors * encoded_vectors).sum(axis=1) / np.maximum(norms, 1e-12)
@@ -166,4 +168,4 @@ class DenseSearch(DocumentSearch):
                 f"{', '.join(map(str, positions))}. Expected the order of the corpus, and the same "
                 "encoder, pooling and passage_prefix."
             )
-        return prebuilt.rows
+        return precomputed.rows

@@ -200,14 +200,14 @@ def _preallocate(build_folder: Path, size: int) -> None:
             ) from error
 
 
-class PrebuiltVectors(NamedTuple):
+class PrecomputedVectors(NamedTuple):
     """Precomputed vectors from a file, in the order of the corpus."""
 
     shape: tuple[int, int]
     rows: ReadRows
 
 
-def read_prebuilt(path: Path) -> PrebuiltVectors:
+def open_precomputed_vectors(path: Path) -> PrecomputedVectors:
     """Open precomputed vectors: an `.npy` file of floats [N, D], or a FAISS flat index.
 
     Raises:
@@ -228,12 +228,12 @@ def read_prebuilt(path: Path) -> PrebuiltVectors:
         raise ValueError(f"{path} is not an .npy file of numbers: {error}") from error
     if vectors.ndim != 2 or vectors.dtype.kind != "f":
         raise ValueError(f"{path} holds {vectors.dtype} {vectors.shape}; expected floats [N, D].")
-    return PrebuiltVectors(
+    return PrecomputedVectors(
         vectors.shape, lambda start, stop: vectors[start:stop].astype(np.float32)
     )
 
 
-def _read_faiss(path: Path) -> PrebuiltVectors:
+def _read_faiss(path: Path) -> PrecomputedVectors:
     try:
         import faiss
     except ImportError as error:
@@ -253,4 +253,4 @@ def _read_faiss(path: Path) -> PrebuiltVectors:
             "uncompressed vectors."
         )
     shape = int(index.ntotal), int(index.d)
-    return PrebuiltVectors(shape, lambda start, stop: index.reconstruct_n(start, stop - start))
+    return PrecomputedVectors(shape, lambda start, stop: index.reconstruct_n(start, stop - start))

@@ -53,7 +53,7 @@ class HybridSearch(DocumentSearch):
         """Open both indexes, building them if necessary.
 
         Args:
-            local: Settings of `LocalSearch`. The corpus of `dense` replaces their corpus.
+            local: Settings of `LocalSearch`, except for the corpus, which is that of `dense`.
             dense: Settings of `DenseSearch`.
             topk: Maximum number of documents in a result.
             k: Constant of reciprocal rank fusion; see `fuse_rankings`.

@@ -295,7 +295,7 @@ class _JudgeCall:
         return parse_score(self.result.result, self.judge.settings)
 
     def list_records(self) -> list[CallRecord]:
-        """Return the call's record. If an abandoned call was sent, it counts as one attempt."""
+        """Return the call's record in a list; a call abandoned after sending is one attempt."""
         if self.result is not None:
             return [self.result.record]
         return [

@@ -57,7 +57,7 @@ def select_kernels(
     device = mesh.local_devices[0]  # other processes check their devices
     dtype = None if check_dtype is None else jnp.dtype(check_dtype)
     preferred, reason = resolve_kernel_name(name, device.platform, dtype)
-    selected = _select_cached(name, device, width, expert_width, dtype)
+    selected = _select_kernels_cached(name, device, width, expert_width, dtype)
     return ExpertKernels(
         name=selected.name,
         reason=reason if selected.name == preferred else f"where {preferred} failed its check",
@@ -69,10 +69,10 @@ def select_kernels(
 
 
 @functools.cache
-def _select_cached(
+def _select_kernels_cached(
     name: str, device: jax.Device, width: int, expert_width: int, dtype: Any
 ) -> SelectedKernel:
-    """Select the kernels; cached for all meshes of a process."""
+    """Select the kernels; the result is cached for all meshes of a process."""
     kernels = KERNELS.get(device.platform, {})
     candidates = {
         "auto": [kernel for kernel in kernels if supports_dtype(kernel, dtype)],
@@ -133,7 +133,7 @@ def make_grouped_matmul_trial(
 def resolve_kernel_name(
     name: str, platform: str, dtype: DTypeLike | None = None
 ) -> tuple[str, str]:
-    """Resolve `config.model.experts` to a kernel name; also return the reason, for the log.
+    """Resolve `config.model.experts` to a kernel name; also return the reason, to be logged.
 
     Raises:
         ValueError: The kernels do not support the platform or dtype.

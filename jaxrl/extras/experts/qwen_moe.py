@@ -245,7 +245,7 @@ class QwenMoeConfig(QwenConfig):
 
     @property
     def statistics_reader(self) -> routing.RouterStatistics:
-        """Router statistics."""
+        """Reader of the router statistics."""
         return routing.RouterStatistics()
 
     def init_extra_state(self, aux: AuxArrays, num_tokens: int) -> RoutingState:
@@ -285,7 +285,7 @@ class QwenMoeConfig(QwenConfig):
             added = added + share * self.feed_forward({"mlp": shared}, x)
         return added, (
             layer_index + 1,
-            routing.record_layer(aux, results, layer_index, layer_routing),
+            routing.record_layer_routing(aux, results, layer_index, layer_routing),
         )
 
     def feed_forward_hf_names(self) -> dict[str, str]:
@@ -318,12 +318,15 @@ class QwenMoeConfig(QwenConfig):
         return len(self.expert_layers) * (self.num_experts - self.top_k) * params_per_expert
 
     def estimate_layer_memory(self, tensor: int) -> MemoryTerms:
-        """Return the memory of a dense model with the wider of an MLP and a shared expert."""
+        """Estimate the memory of a dense layer whose MLP has the larger of two widths.
+
+        The widths are those of the MLP and the shared expert.
+        """
         width = max(self.mlp_width if self._dense_layers else 0, self.shared_width)
         return super(QwenMoeConfig, replace(self, mlp_width=width)).estimate_layer_memory(tensor)
 
     def estimate_expert_memory(self, tensor: int, expert: int) -> MemoryTerms:
-        """Return the memory of a layer's experts, including buffers for all gathered tokens."""
+        """Estimate the memory of a layer's experts, including buffers for all gathered tokens."""
         rows = expert * min(self.top_k, self.num_experts // expert)
         pairs = expert * self.top_k
         width = self.expert_width

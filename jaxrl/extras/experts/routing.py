@@ -130,7 +130,7 @@ class RouterStatistics:
     """Metrics and load-balancing loss, computed from `ExpertUsage`."""
 
     def metrics(self, sums: ExpertUsage) -> dict[str, jax.Array]:
-        """Return `compute_usage_metrics` with the prefix `router/`."""
+        """Return the metrics of `compute_usage_metrics`, with the prefix `router/`."""
         return {f"router/{name}": value for name, value in compute_usage_metrics(sums).items()}
 
     def balance_weights(self, sums: ExpertUsage, coef: jax.Array) -> jax.Array:
@@ -181,7 +181,7 @@ def get_replayed_ids(aux: AuxArrays, layer_index: Any) -> jax.Array | None:
     )
 
 
-def record_layer(
+def record_layer_routing(
     aux: AuxArrays, results: RoutingResults, layer_index: Any, routing_result: Routing
 ) -> RoutingResults:
     """Add the routing of a layer to the results."""

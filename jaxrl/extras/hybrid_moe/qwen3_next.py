@@ -78,7 +78,7 @@ class Qwen3NextConfig(QwenMoeConfig, Qwen35Config):
         return {**super().hf_config(), **names}
 
     def declare_mixers(self, rngs: nnx.Rngs) -> dict[str, nnx.Module]:
-        """Declare attention with a gate, and a delta net with fused projections."""
+        """Declare gated attention and a delta net with fused projections."""
         return {**super().declare_mixers(rngs), "delta": FusedDeltaNet(self, rngs=rngs)}
 
     def mixer_axes(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class Qwen3NextConfig(QwenMoeConfig, Qwen35Config):
         return {**axes, "delta": {**delta, **fused, "decay": decay}}
 
     def mixer_hf_names(self) -> dict[str, str]:
-        """Return the HF names of the delta net."""
+        """Return the HF names of the delta net's parameters."""
         return {**HF_NAMES, **super().mixer_hf_names()}
 
     def project_delta_net(

@@ -61,15 +61,15 @@ class KernelConfig:
     num_stages: int
     scale: float  # factor of the scores, including log2(e): GPUs have exp2 and log2 instructions
     interpret: bool
-    first: int = 0  # index of the first query among the keys, a multiple of `block`
+    first_query: int = 0  # index of the first query among the keys, a multiple of `block`
 
     def with_first_query(self, q: jax.Array, k: jax.Array) -> KernelConfig:
-        """Return a copy with `first` set for `q`, the queries of the last tokens of `k`."""
-        return replace(self, first=k.shape[1] - q.shape[1])
+        """Return a copy with `first_query` set for queries `q` of the last tokens of `k`."""
+        return replace(self, first_query=k.shape[1] - q.shape[1])
 
     def get_query_positions(self, index: Any, size: int) -> jax.Array:
         """Return the positions of block `index` of `size` queries."""
-        return self.first + _make_positions(index, size)
+        return self.first_query + _make_positions(index, size)
 
     def build_pallas_call(self, kernel: Any, name: str, **settings: Any) -> Any:
         """Build a `pallas_call` of the kernel with these parameters."""
@@ -126,7 +126,7 @@ def _forward(
         in_specs=[queries, keys, keys, tokens],
         out_specs=[queries, lse_spec],
         out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype), lse],
-    )(q, k, v, key_ranges[:, :, config.first :])
+    )(q, k, v, key_ranges[:, :, config.first_query :])
     out, lse = checkpoint_name(out, "attended"), checkpoint_name(lse, "lse")
     return out, (q, k, v, key_ranges, out, lse)
 
@@ -224,7 +224,7 @@ def _find_key_blocks(
     Returns:
         The number of blocks, and a function that maps a loop index to a block index.
     """
-    first = config.first // config.step + pl.program_id(0) * (config.block // config.step)
+    first = config.first_query // config.step + pl.program_id(0) * (config.block // config.step)
     shared, num_shared, segment = find_key_blocks(key_ranges, first, config.step)
     count = num_shared + first + config.block // config.step - segment
     return count, lambda i: jnp.where(i < num_shared, shared + i, segment - num_shared + i)
@@ -236,7 +236,7 @@ def _backward(
     q, k, v, key_ranges, out, lse = residuals
     config = configs.backward.with_first_query(q, k)
     (R, Q, N, H), (T, K) = q.shape, k.shape[1:3]
-    query_ranges = key_ranges[:, :, config.first :]
+    query_ranges = key_ranges[:, :, config.first_query :]
     delta = (out.astype(jnp.float32) * gradient.astype(jnp.float32)).sum(axis=-1).swapaxes(1, 2)
     queries, keys, tokens, lse_spec = _make_query_specs(q, k, config)
     dq = config.build_pallas_call(
@@ -314,7 +314,7 @@ def _dkdv_kernel(
 ) -> None:
     k, v, keys = k_ref[...], v_ref[...], _make_positions(pl.program_id(0), config.block)
     # Query blocks are numbered from the first query, which may follow these keys.
-    before = config.first // config.step
+    before = config.first_query // config.step
     first = jnp.maximum(pl.program_id(0) * (config.block // config.step) - before, 0)
     count = jnp.maximum(pl.cdiv(ends_ref[...].max(), config.step) - before - first, 0)
 

@@ -124,13 +124,13 @@ class XlaKernels:
             k,
             preferred_element_type=jnp.float32,
         )
-        ends = _get_ends(keys, T)
+        ends = _get_range_ends(keys, T)
         positions = jnp.arange(T)
         is_read = (positions >= keys.start[..., None]) & (positions < ends[..., None])
         return jnp.where(is_read[:, None, None], products * self.scale, -jnp.inf)
 
 
-def _get_ends(keys: KeyRange, T: int) -> jax.Array:
+def _get_range_ends(keys: KeyRange, T: int) -> jax.Array:
     """Return the exclusive end of each query's range, int32 [R, Q]."""
     if keys.end is not None:
         return keys.end
@@ -184,7 +184,7 @@ class TokamaxKernels:
         mask = import_tokamax("attention.base").Mask(
             is_causal=is_causal,
             k_start=keys.start[:, None],
-            k_end=None if is_causal else _get_ends(keys, k.shape[1])[:, None],
+            k_end=None if is_causal else _get_range_ends(keys, k.shape[1])[:, None],
         )
         return {"mask": mask, "logits_scale": self.scale}
 

@@ -51,9 +51,9 @@ def attend_pages(
 ) -> tuple[Float[Array, "B Q N H"], Float[Array, "B Q N"]]:
     """Compute `reference.attend_pages` without reading pages beyond a block's highest limit.
 
-    A query matrix holds up to `ROWS` queries of a block for one KV head. Its queries read the pages
-    below their highest limit. The Pallas interpreter (since JAX 0.12) also supports other sizes and
-    float32.
+    A query matrix holds up to `ROWS` queries of one block and KV head. For each matrix, the kernel
+    reads the pages below the highest limit of its queries. The Pallas interpreter (JAX 0.12 or
+    later) also supports float32 and sizes that the GPU does not support.
 
     Raises:
         ValueError: The GPU's matrix units do not support the operands.
@@ -105,7 +105,7 @@ class WorkPartition(NamedTuple):
     program is a start, the next program processes it.
 
     Attributes:
-        pages: Pages per KV head, int32 [F].
+        pages: Number of pages per KV head, int32 [F].
         ends: Cumulative number of units through each matrix, int32 [F].
         next_live: Next matrix that has units, int32 [F].
         programs: Work of each program, int32 [PROGRAMS, 6]: first matrix, KV head and page, number
@@ -176,7 +176,7 @@ class PageSpan(NamedTuple):
         matrix: Index of the query matrix.
         head: Index of the KV head.
         start: Index of the first page in the matrix's block table.
-        count: Number of pages.
+        num_pages: Number of pages.
         slot: Output slot. The first slots are for complete KV heads, by matrix and head. They are
             followed by two slots per program: for the end of a head that an earlier program starts,
             and for the start of a head that a later program ends.
@@ -185,7 +185,7 @@ class PageSpan(NamedTuple):
     matrix: Any
     head: Any
     start: Any
-    count: Any
+    num_pages: Any
     slot: Any
 
 
@@ -298,7 +298,7 @@ def _attend_pages_kernel(*refs: Any, matrices_per_row: int, scale: float) -> Non
             cursor, num_before = carry
             span, cursor = get_next_span(cursor, program, pages, next_live, q.shape[1])
             visit(span, num_before)
-            return cursor, num_before + span.count
+            return cursor, num_before + span.num_pages
 
         matrix, head, start, num_spans, num_units = (programs[program, i] for i in range(5))
         begin = (matrix, head, start, num_units), jnp.int32(0)
@@ -340,7 +340,7 @@ def _fetch_span(
                 array.at[page, span.head], ring.at[stage], full_barrier.at[stage]
             )
 
-    jax.lax.fori_loop(0, span.count, copy_page, None)
+    jax.lax.fori_loop(0, span.num_pages, copy_page, None)
 
 
 def _attend_span(
@@ -385,7 +385,7 @@ def _attend_span(
 
     accumulators = tuple(jnp.zeros((ROWS, width), jnp.float32) for _ in parts)
     sums = jnp.full(ROWS, EMPTY_LSE, jnp.float32), jnp.zeros(ROWS, jnp.float32), accumulators
-    highest, total, accumulators = jax.lax.fori_loop(0, span.count, accumulate_page, sums)
+    highest, total, accumulators = jax.lax.fori_loop(0, span.num_pages, accumulate_page, sums)
     # Normalize, convert the log-sum-exp to nats, and write the output part by part.
     total = jnp.where(total > 0, total, 1.0)
     shared.lse[...] = highest * math.log(2) + jnp.log(total)

@@ -308,11 +308,11 @@ def list_hf_module_names(model: Architecture, layer: str) -> list[str]:
     return [get_hf_module_name(model, layer).format(number) for number in numbers]
 
 
-def wrap_with_lora(keys: Mapping[str, Any], model: Architecture, dtype: str) -> Adapter:
+def wrap_with_lora(settings: Mapping[str, Any], model: Architecture, dtype: str) -> Adapter:
     """Wrap a model with the adapter that the config section `model.lora` describes.
 
     Args:
-        keys: Values of the section by key.
+        settings: Values of the `model.lora` section, by key.
         model: Model to wrap.
         dtype: Compute dtype, the value of `model.dtype`.
 
@@ -321,12 +321,12 @@ def wrap_with_lora(keys: Mapping[str, Any], model: Architecture, dtype: str) -> 
     """
     return Adapter(
         model=model,
-        rank=keys["rank"],
-        alpha=keys["alpha"],
-        targets=find_targets(model, keys["targets"]),
-        use_rslora=keys["rslora"],
-        base_dtype=keys["base_dtype"],
+        rank=settings["rank"],
+        alpha=settings["alpha"],
+        targets=find_targets(model, settings["targets"]),
+        use_rslora=settings["rslora"],
+        base_dtype=settings["base_dtype"],
         other_dtype=dtype,
-        is_merged=keys["sampler"] == "merged",
-        path=keys["path"],
+        is_merged=settings["sampler"] == "merged",
+        path=settings["path"],
     )

@@ -109,7 +109,7 @@ def choose_micro_rows(
 
 @dataclass(frozen=True, kw_only=True)
 class Suggestion:
-    """Suggested settings, and the memory that a plan with these needs (`Plan.needed_bytes`)."""
+    """Suggested settings, and the memory needed by the resulting plan (`Plan.needed_bytes`)."""
 
     settings: dict[str, Any]
     needed_bytes: int

@@ -16,7 +16,13 @@ from jaxrl.extras.plan.memory import USABLE_SHARE, Plan
 
 
 def format_plan(plan: Plan, advice: Sequence[Suggestion], num_needed: int | None) -> Group:
-    """Format the plan as a table, with suggestions if it does not fit."""
+    """Format the plan as a table, with suggestions if it does not fit.
+
+    Args:
+        plan: Memory plan of a run.
+        advice: Suggested settings; empty if the plan fits.
+        num_needed: Number of devices on which the run fits; None if unknown.
+    """
     # One row per phase, followed by its permanent terms and the terms of each moment.
     target, sizes = plan.target, plan.mesh
     mesh = ", ".join(f"{name}={size}" for name, size in sizes.items())

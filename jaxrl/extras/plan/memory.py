@@ -450,12 +450,12 @@ def count_cache_pages(config: ResolvedConfig, model: Architecture, target: Targe
 
 
 def get_page_tokens(config: ResolvedConfig, model: Architecture, target: Target) -> int:
-    """Return the page size of the first candidate attention kernels, in tokens."""
+    """Return the page size, in tokens, of the first candidate attention kernels."""
     return PAGE_TOKENS[_resolve_attention_kernels(config, model, target)]
 
 
 def _resolve_attention_kernels(config: ResolvedConfig, model: Architecture, target: Target) -> str:
-    """Return the name of the first candidate attention kernels; raise the errors of the run."""
+    """Return the name of the first candidate attention kernels. Raises the same errors as a run."""
     name, dtype = config.model.attention, config.model.dtype
     model.check_kernels(target.platform, experts=config.model.experts, dtype=dtype)
     return resolve_kernel_name(name, target.platform, model.head_dim, dtype)[0]
@@ -664,7 +664,7 @@ def _make_phase(
 
 @dataclass(frozen=True, kw_only=True)
 class _ParamCounts:
-    """Number of parameters on one device, for several shardings.
+    """Parameter counts of one device, for several shardings.
 
     Attributes:
         layers: All layers, sharded as in training.

@@ -28,9 +28,9 @@ def open_parquet(source: str, config_key: str, columns: Mapping[str, str] | None
 
     Columns that `columns` maps to "" are skipped.
     """
-    dropped = {name for name, field in (columns or {}).items() if field == ""}
+    dropped_columns = {name for name, field in (columns or {}).items() if field == ""}
     return open_files(
-        lambda path: _ParquetReader(path, config_key, dropped),
+        lambda path: _ParquetReader(path, config_key, dropped_columns),
         source,
         config_key,
         expected="a Parquet file",
@@ -43,7 +43,7 @@ class _ParquetReader(Reader):
 
     pads_with_nulls = True
 
-    def __init__(self, path: Path, key: str, dropped: set[str]):
+    def __init__(self, path: Path, key: str, dropped_columns: set[str]):
         self._source = UnchangedFile(path)
         try:
             self._file = pq.ParquetFile(self._source.file)
@@ -53,7 +53,9 @@ class _ParquetReader(Reader):
             ) from error
         meta = self._file.metadata
         self._ends = np.cumsum([meta.row_group(i).num_rows for i in range(meta.num_row_groups)])
-        self._names = [name for name in self._file.schema_arrow.names if name not in dropped]
+        self._names = [
+            name for name in self._file.schema_arrow.names if name not in dropped_columns
+        ]
         self._groups: OrderedDict[int, pa.Table] = OrderedDict()
         if not len(self):
             raise ValueError(f"{path} holds no row; {key} must name a file with at least one.")

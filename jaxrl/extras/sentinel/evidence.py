@@ -91,7 +91,7 @@ def compute_step_stats(
         "cut": _mean([t.outcome == Outcome.OUT_OF_BUDGET for t in scored]),
         "void": _mean([has_void_turn(t) for t in scored]),
         "loops": _mean([is_repetitive(t.token_ids[t.loss_mask]) for t in scored]),
-        "alike": _mean([is_alike for group in groups for is_alike in find_duplicates(group)]),
+        "alike": _mean([is_alike for group in groups for is_alike in flag_duplicates(group)]),
         "signal": _mean([any(t.has_signal for t in group.trajectories) for group in groups]),
         "searching": len(with_calls) / max(len(scored), 1),
         "searches": _mean([sum(turn.tool_call is not None for turn in t.turns) for t in scored]),
@@ -144,8 +144,8 @@ def is_repetitive(ids: np.ndarray) -> bool:
     return len(np.unique(ngrams, axis=0)) < _MIN_DISTINCT * len(ngrams)
 
 
-def find_duplicates(group: Group) -> list[bool]:
-    """Return True for each scored trajectory whose sampled ids occur twice in its group."""
+def flag_duplicates(group: Group) -> list[bool]:
+    """Return a flag per scored trajectory: True if its sampled ids occur twice in the group."""
     texts = list(map(_get_sampled_bytes, group.scored_trajectories))
     return [texts.count(text) > 1 for text in texts]
 

@@ -70,7 +70,7 @@ def detect_signs(
         step: Step number within the stage, from 1.
         reward_fall: Drop from the best mean reward that raises a sign, as a fraction of the reward
             range.
-        share: Fraction of malformed, truncated, ... responses that raises a sign.
+        share: Fraction of bad responses (for example, malformed or truncated) that raises a sign.
         gap: Mean gap between sampler and trainer that always raises a sign, in nats per token.
     """
     # Pairs that are identical by chance soon differ, and then leave the sums.
@@ -93,11 +93,11 @@ def detect_signs(
         "constant": (detect_constant_rewards(now), RECENT),
         "sudden": (detect_sudden_success(history), RECENT),
         "yes": (detect_lenient_judge(history), RECENT),
-        "found": (detect_search_change(history), 1),
+        "found": (detect_search_quality_drop(history), 1),
         "reward": (detect_reward_drop(history, reward_fall), 1),
         "entropy": (detect_entropy_change(history, share), RECENT),
         "likelihood": (detect_likelihood_drop(history), 2),
-        **{name: (detect_share_increase(history, name, share), 2) for name in _SHARE_SIGNS},
+        **{name: (detect_bad_response_increase(history, name, share), 2) for name in _SHARE_SIGNS},
         "length": (detect_length_change(history), 2),
         "signal": (detect_missing_signal(history), 8),
     }
@@ -336,8 +336,8 @@ def detect_lenient_judge(history: StepHistory) -> RuleResult:
     return None
 
 
-def detect_search_change(history: StepHistory) -> RuleResult:
-    """Detect a sharp drop in searches that find the answer, at a similar call rate."""
+def detect_search_quality_drop(history: StepHistory) -> RuleResult:
+    """Detect a sharp drop in the fraction of searches that find the answer."""
     share, prior = history.compute_recent_mean("found"), history.get_baseline_values("found")
     searching = history.compute_recent_mean("searching")
     call_rates = history.get_baseline_values("searching")
@@ -449,7 +449,7 @@ _SHARE_SIGNS = {
 """For each statistic: name of the sign, description of the responses, and advice."""
 
 
-def detect_share_increase(history: StepHistory, name: str, share: float) -> RuleResult:
+def detect_bad_response_increase(history: StepHistory, name: str, share: float) -> RuleResult:
     """Detect a rise in the fraction of bad responses, for the statistic `name`."""
     now, prior = history.now[name], history.get_baseline_values(name)
     if now is None or len(prior) < MIN_PRIOR or now < share:

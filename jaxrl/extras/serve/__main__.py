@@ -109,7 +109,7 @@ def serve(arguments: argparse.Namespace, overrides: Sequence[str], display: Disp
                 display,
                 model=model,
                 step=arguments.step,
-                rows=arguments.rows,
+                num_rows=arguments.rows,
                 name=arguments.name or name,
                 environment=arguments.environment,
                 keys=parse_overrides(overrides),

@@ -161,7 +161,7 @@ class ChatHistory:
     """Store of all sessions' chats and their token ids. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, *, max_prompt_tokens: int, max_tokens: int = 2**24):
-        """Create an empty history.
+        """Create a history without chats.
 
         Args:
             tokenizer: Tokenizer with the chat template.

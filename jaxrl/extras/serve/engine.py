@@ -38,7 +38,7 @@ class ServedEngine(Engine):
     """True to compile all sampling methods, False for only the given `kinds`."""
 
     def __init__(self, *args: Any, **kwargs: Any):
-        """Create an engine. Compile the sampling methods in the optional `kinds` first."""
+        """Create an engine. It compiles the sampling methods in the optional `kinds` first."""
         # The first method has programs for the fewest rows, so it should be a common one.
         kinds = kwargs.pop("kinds", ())
         if self.compiles_all_kinds:
@@ -162,11 +162,11 @@ class ServedEngine(Engine):
         return bool(self._queue) and has_row and self._select_shard() is None
 
     def _set_sampling_params(
-        self, numbers: Sequence[int], temperature: float, top_p: float
+        self, requests: Sequence[int], temperature: float, top_p: float
     ) -> None:
-        """Store the sampling settings of new requests."""
-        for number in numbers:
-            self._params[number] = SamplingParams(temperature, top_p)
+        """Store the sampling settings of the new requests with these ids."""
+        for request in requests:
+            self._params[request] = SamplingParams(temperature, top_p)
 
     def _select_chunk_method(self, running: list[list[Row]]) -> str:
         """Return the cheapest sampling method for the settings of all running rows."""

@@ -221,7 +221,7 @@ class Completion:
 
 
 def derive_sample_key(seed: int | None, index: int) -> np.ndarray:
-    """Derive a sample's key, uint32 [2], from the seed, or from a random seed if it is None."""
+    """Derive a sample's key, uint32 [2], from `seed`, or from a random seed if `seed` is None."""
     data = os.urandom(8) if seed is None else f"{seed},{index}".encode()
     return np.frombuffer(hashlib.sha256(data).digest()[:8], np.uint32).copy()
 
@@ -233,7 +233,7 @@ class CompletionCache:
     """
 
     def __init__(self, worker: Worker, *, deadline_s: float, max_size: int = 512):
-        """Create an empty cache.
+        """Create a cache without completions.
 
         Args:
             worker: Worker that samples the completions.

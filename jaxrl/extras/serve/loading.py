@@ -65,7 +65,7 @@ def load_model(
     *,
     model: Path | None = None,
     step: int | None = None,
-    rows: int = 16,
+    num_rows: int = 16,
     name: str = "",
     environment: str = "",
     keys: Mapping[str, Any] = MappingProxyType({}),
@@ -77,7 +77,7 @@ def load_model(
         display: Progress display.
         model: Folder of a model to serve instead of the run's checkpoint.
         step: Step of the run's checkpoint; the latest by default.
-        rows: Number of completions to decode concurrently.
+        num_rows: Number of completions to decode concurrently.
         name: Model name in requests and responses; the last part of `path` by default.
         environment: Name of the environment that defines the stop strings, if the run has several.
         keys: Config keys to override, with their values.
@@ -112,7 +112,7 @@ def load_model(
     fit_config_to_host(config)
     config.model.replay = False
     rollout.max_prompt_tokens = rollout.max_total_tokens - 1
-    rollout.max_num_seqs *= -(-rows // rollout.max_num_seqs)  # a multiple of the mesh's minimum
+    rollout.max_num_seqs *= -(-num_rows // rollout.max_num_seqs)  # a multiple of the mesh's minimum
     use_compilation_cache(config.compilation_cache, display.log)
     enable_memory_trimming()
     mesh = make_mesh(**config.mesh)

@@ -114,7 +114,7 @@ class Endpoint:
             Route("/v1/models", self._get_models),
             Route(f"{MESSAGES}/count_tokens", self._count_tokens, methods=["POST"]),
         ]
-        routes += [Route(path, self._generate, methods=["POST"]) for path in DIALECTS]
+        routes += [Route(path, self._build_completion_app, methods=["POST"]) for path in DIALECTS]
         if sessions is not None:
             routes.append(Route("/reward", self._post_reward, methods=["POST"]))
         self._app = Starlette(
@@ -204,7 +204,7 @@ class Endpoint:
                 raise RequestError(413, message, headers={"Connection": "close"})
         return bytes(data)
 
-    async def _generate(self, request: Request) -> Any:
+    async def _build_completion_app(self, request: Request) -> Any:
         """Return an ASGI application that sends a completion until the client disconnects.
 
         Raises:

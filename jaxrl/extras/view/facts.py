@@ -246,7 +246,7 @@ def count_failures(run: RunReader) -> dict[str, dict[str, int]]:
 
 
 def list_costs(run: RunReader) -> list[tuple[str, float]]:
-    """List the labels and values of the run's totals, including evaluations."""
+    """List the run's total costs, with labels, including those of evaluations."""
     records = (r for r in reversed(run.records) if "ledger/total/trajectories" in r)
     record: dict[str, Any] = next(records, {})
     calls = "ledger/total/calls/"

@@ -18,7 +18,7 @@ from jaxrl.extras.view.trajectories import (
     MAX_QUESTION,
     Identity,
     TrajectoryIndex,
-    get_identity,
+    get_file_identity,
 )
 from jaxrl.runtime.resume import HISTORY_FILE, read_history
 from jaxrl.training.settings import STAGES
@@ -55,7 +55,7 @@ class JsonLines:
         Returns:
             True if anything changed.
         """
-        identity = get_identity(self.path)
+        identity = get_file_identity(self.path)
         inode, size, _ = identity or (0, 0, 0)
         was_reset = self._offset > 0 and (size < self._offset or inode != self._inode)
         if was_reset:
@@ -190,7 +190,7 @@ class RunReader:
 
     def _refresh_file(self, path: Path, read: Callable[[Path], Any]) -> bool:
         """Return True if a file has changed, after reading it again."""
-        identity = get_identity(path)
+        identity = get_file_identity(path)
         if path in self._files and self._files[path].identity == identity:
             return False
         value, problem = None, f"{path.name} is missing"
@@ -209,7 +209,7 @@ class RunReader:
             LookupError: The file has changed and no longer contains this row.
             OSError, ValueError: The file is unreadable.
         """
-        content = _read_evaluation_json(evaluation.path, get_identity(evaluation.path))
+        content = _read_evaluation_json(evaluation.path, get_file_identity(evaluation.path))
         answer: dict[str, Any] = content["questions"][suite][row]
         return answer
 

@@ -74,7 +74,7 @@ class Tokens:
         ]
 
     def map_values(self, function: Callable[..., float | None], *names: str) -> Values:
-        """Apply a function elementwise to the lists called `names`."""
+        """Apply a function elementwise to each list named in `names`."""
         lists = zip(*(self.get_values(name) for name in names), strict=True)
         return [None if None in values else function(*values) for values in lists]
 

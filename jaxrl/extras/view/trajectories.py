@@ -108,7 +108,7 @@ class TrajectoryIndex:
         for path in self.folder.glob("step_*.jsonl"):
             match = _FILE.fullmatch(path.name)
             if match and path.name == self._get_file_path(int(match[1])).name:
-                identity = get_identity(path)
+                identity = get_file_identity(path)
                 if identity is not None:
                     files[int(match[1])] = identity
         return files
@@ -178,7 +178,7 @@ class TrajectoryIndex:
         return record
 
 
-def get_identity(path: Path) -> Identity | None:
+def get_file_identity(path: Path) -> Identity | None:
     """Return a value that changes with the file, or None if it is not a regular file."""
     try:
         status = path.stat()

@@ -27,7 +27,7 @@ from jaxrl.envs.image_decoding import (
     wrap_image_errors,
 )
 from jaxrl.envs.images import Picture, UnreadableImageError, Video, VideoTokens
-from jaxrl.extras.vision.video import Layout, iter_frames, load_video_rules, read_header
+from jaxrl.extras.vision.video import VideoLayout, iter_frames, load_video_rules, read_header
 from jaxrl.types import Group
 from jaxrl.utils.quiet_transformers import quiet_transformers
 
@@ -115,7 +115,7 @@ class HFImageProcessor:
             min_pixels=min_video_pixels,
             max_pixels=max_video_pixels,
         )
-        self._layouts: dict[str, Layout] = {}
+        self._layouts: dict[str, VideoLayout] = {}
         self._cache_bytes = int(cache_mib * 2**20)
         self._lock = threading.Lock()
         self._cache: OrderedDict[str, Image] = OrderedDict()
@@ -144,7 +144,7 @@ class HFImageProcessor:
             ) from error
         return int(count) // self.num_patches_per_token
 
-    def num_units(self, image: Image) -> int:
+    def num_image_tokens(self, image: Image) -> int:
         """Return the number of tokens of a preprocessed image."""
         if image.times:
             return self._count_video_tokens(image.num_patches, image.times)
@@ -189,7 +189,7 @@ class HFImageProcessor:
                 self._num_bytes -= old.patches.nbytes
         return processed
 
-    def _compute_video_layout(self, video: Video) -> Layout:
+    def _compute_video_layout(self, video: Video) -> VideoLayout:
         """Compute a video's sampled frames and size; cached for later draws of the same task.
 
         Raises:

@@ -139,7 +139,7 @@ class Qwen3Vision(VisionTower):
         return len(self.deepstack_layers)
 
     def estimate_layer_memory(self) -> MemoryTerms:
-        """Return the memory of attention and the MLP, which are not split across devices."""
+        """Estimate the memory of attention and the MLP, neither split across devices."""
         products = 4 * self.width + self.mlp_width  # all matmuls except the last
         return MemoryTerms(
             activations=4 * self.mlp_width + 22 * self.width,
@@ -158,8 +158,8 @@ class Qwen3Vision(VisionTower):
     def collate_frames(self, images: Sequence[Image]) -> PatchBatch:
         """Concatenate the patches of images.
 
-        A patch's coords are the image's number (from 1), the image's numbers of patch rows and
-        columns, and the index of the patch in the image.
+        Each patch has four coords: the 1-based index of its image, the numbers of patch rows and
+        patch columns in that image, and the index of the patch in the image.
         """
         patches = [np.zeros((0, self.num_values_per_patch), np.float32)]
         coords = [np.zeros((0, 4), np.int32)]

@@ -239,7 +239,7 @@ def merge_image_embeds(
 
     Returns:
         The embeddings, and the DeepStack features to add after the first decoder layers. The
-        features are zero for text tokens, and None if the tower has none.
+        features are zero for text tokens. They are None if the tower has no DeepStack layers.
     """
     shard_units = units.reshape(len(image_embeds), -1)
     vectors = jax.vmap(lambda image_embeds, units: image_embeds.at[units].get(mode="clip"))(

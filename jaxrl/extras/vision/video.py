@@ -37,7 +37,7 @@ MAX_ASPECT_RATIO = 200
 
 
 @dataclass(frozen=True, kw_only=True)
-class Header:
+class VideoHeader:
     """Size and frame rate of a video.
 
     Attributes:
@@ -54,7 +54,7 @@ class Header:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class VideoLayout:
     """Sampled frames of a video and its size in patches.
 
     Attributes:
@@ -101,7 +101,7 @@ class VideoRules:
     merge: int
     temporal_patch: int
 
-    def compute_layout(self, header: Header) -> Layout:
+    def compute_layout(self, header: VideoHeader) -> VideoLayout:
         """Choose a video's frames, and compute their size and timestamps.
 
         Raises:
@@ -111,7 +111,7 @@ class VideoRules:
         frames = self._sample_frames(count, rate) if header.fps else range(count)
         height, width = self._compute_frame_size(header.height, header.width, len(frames))
         num_patches = -(-len(frames) // self.temporal_patch)
-        return Layout(
+        return VideoLayout(
             frames=tuple(frames),
             grid=(num_patches, height // self.patch, width // self.patch),
             times=self._compute_timestamps(frames, num_patches, count, rate),
@@ -245,7 +245,7 @@ def load_video_rules(
     )
 
 
-def read_header(video: Video) -> Header:
+def read_header(video: Video) -> VideoHeader:
     """Read the size and frame rate of a video, without decoding all frames.
 
     Raises:
@@ -263,7 +263,7 @@ def read_header(video: Video) -> Header:
                     f"{sizes[0][0]} x {sizes[0][1]}, as in frame 1"
                 )
         width, height = sizes[0]
-        return Header(num_frames=len(sizes), fps=video.fps, height=height, width=width)
+        return VideoHeader(num_frames=len(sizes), fps=video.fps, height=height, width=width)
     with _open_file(video) as (container, stream):
         width, height = _turn_upright(next(container.decode(stream))).size
         if width * height > MAX_PIXELS:
@@ -276,7 +276,7 @@ def read_header(video: Video) -> Header:
             container.seek(0)
             num_frames = sum(packet.size > 0 for packet in container.demux(stream))
         rate = stream.average_rate or stream.guessed_rate
-        return Header(num_frames=num_frames, fps=float(rate), height=height, width=width)
+        return VideoHeader(num_frames=num_frames, fps=float(rate), height=height, width=width)
 
 
 def iter_frames(video: Video, indices: Sequence[int]) -> Iterator[PIL.Image.Image]:

@@ -124,7 +124,7 @@ class QwenVision(VisionTower):
         return (np.arange(image.grid[0], dtype=np.float32) * step).astype(np.int32)
 
     def estimate_layer_memory(self) -> MemoryTerms:
-        """Return the memory of attention and the gated MLP, which are not split across devices."""
+        """Estimate the memory of attention and the gated MLP, neither split across devices."""
         products = 4 * self.width + 2 * self.mlp_width  # all matmuls except the last
         return MemoryTerms(
             activations=4 * self.mlp_width + 22 * self.width,
@@ -137,14 +137,14 @@ class QwenVision(VisionTower):
         )
 
     def num_scores(self, num_patches: int) -> int:
-        """Return the number of attention scores of the layer with most, full or windowed."""
+        """Return the larger number of attention scores: of a full layer or a windowed layer."""
         block_scores = min(num_patches, QUERY_BLOCK) * num_patches
         return self.num_heads * max(block_scores, 3 * self.window**2 * num_patches)
 
     def collate_frames(self, images: Sequence[Image]) -> PatchBatch:
         """Concatenate the patches of images, sorted by window.
 
-        A patch's coords are the image's number (from 1), the window, the row and the column.
+        Each patch has four coords: the 1-based index of its image, its window, row and column.
         """
         patches = [np.zeros((0, self.num_values_per_patch), np.float32)]
         coords = [np.zeros((0, 4), np.int32)]

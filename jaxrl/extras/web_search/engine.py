@@ -52,15 +52,15 @@ class Provider:
     extract_results: Callable[[Mapping[str, Any]], list[Any]]
     parse_hit: Callable[[Any], Hit]
 
-    def parse_response(self, response: Any, skipped: HitParser) -> list[Hit]:
-        """Parse a response into hits.
+    def parse_response(self, response: Any, hit_parser: HitParser) -> list[Hit]:
+        """Parse a response into hits, counting skipped results in `hit_parser`.
 
         Raises:
             ValueError: The response is invalid, or all of its results are invalid.
         """
         if not isinstance(response, dict):
             raise ValueError(f"a {type(response).__name__}; expected an object")
-        return skipped.parse(self.extract_results(response), self.parse_hit)
+        return hit_parser.parse(self.extract_results(response), self.parse_hit)
 
 
 class WebSearch(DocumentSearch):
@@ -113,7 +113,7 @@ class WebSearch(DocumentSearch):
         self.topk = topk
         self._url = (url or self._provider.url).rstrip("/")
         check_url("search.web.url", self._url)
-        self._skipped = HitParser(redact_url(self._url), log)
+        self._hit_parser = HitParser(redact_url(self._url), log)
         variable = key_env or self._provider.key_env
         key = read_api_key("search.web.key_env", variable) if variable else ""
         bounds = ClientLimits(
@@ -144,7 +144,7 @@ class WebSearch(DocumentSearch):
         if isinstance(response, ToolError):
             return response
         try:
-            return self._provider.parse_response(response, self._skipped)[:topk]
+            return self._provider.parse_response(response, self._hit_parser)[:topk]
         except ValueError as error:
             return ToolError(f"{redact_url(self._url)} gives {error}")
 

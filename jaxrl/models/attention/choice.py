@@ -79,7 +79,7 @@ def select_kernels(
         model.head_dim,
     )
     block = choose_prefill_block_tokens(device.platform, model.num_heads, model.num_kv_heads)
-    train_kernel, sampler_kernel = _select_cached(name, device, heads, dtype, block)
+    train_kernel, sampler_kernel = _select_kernels_cached(name, device, heads, dtype, block)
     attend_packed = train_kernel.function
     if train_kernel.name != "xla" or mesh.shape[CONTEXT_AXIS] > 1:
         attend_packed = shard_attention(attend_packed, mesh)
@@ -99,7 +99,7 @@ def select_kernels(
 
 
 @functools.cache
-def _select_cached(
+def _select_kernels_cached(
     name: str, device: jax.Device, heads: tuple[int, int, int], dtype: Any, block: int
 ) -> tuple[SelectedKernel, SelectedKernel]:
     """Select the kernels of the trainer and the sampler; cached for all meshes of a process."""

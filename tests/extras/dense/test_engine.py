@@ -102,12 +102,12 @@ def test_prebuilt_vectors_are_used(tmp_path, corpus, engine, write):
     vectors = np.array(engine._passages.vectors)
     swapped = vectors[[*range(8), 9, 8, *range(10, 60)]]  # to see that they are what is searched
     path = tmp_path / ("flat.index" if write is faiss_index else "vectors.npy")
-    prebuilt = dense(corpus, index=str(tmp_path), embeddings=write(path, swapped))
+    precomputed = dense(corpus, index=str(tmp_path), embeddings=write(path, swapped))
     np.testing.assert_allclose(
-        prebuilt._passages.vectors, swapped, atol=4e-3 if write is half else 0
+        precomputed._passages.vectors, swapped, atol=4e-3 if write is half else 0
     )
     query = swapped[8:9]
-    assert prebuilt._passages.search(query, 1)[0] == [[8]]
+    assert precomputed._passages.search(query, 1)[0] == [[8]]
 
 
 def test_vectors_of_something_else_are_refused(tmp_path, corpus, engine):

@@ -13,7 +13,7 @@ from jaxrl.extras.experts.routing import (
     balance_loss,
     compute_usage_metrics,
     init_results,
-    record_layer,
+    record_layer_routing,
     route_tokens,
     store_results,
 )
@@ -91,7 +91,9 @@ def test_balance_and_metrics_by_hand():
     found = init_results(aux, num_layers=2, num_tokens=4, top_k=2, num_experts=4)
     for number, row in enumerate(probabilities):
         logits = jnp.log(jnp.tile(row, (4, 1)))
-        found = record_layer(aux, found, number, route_tokens(logits, top_k=2, renormalize=True))
+        found = record_layer_routing(
+            aux, found, number, route_tokens(logits, top_k=2, renormalize=True)
+        )
     store_results(aux, found)
     usage = aux.statistics
     assert aux.recorded[ROUTED_EXPERTS].tolist() == [[[0, 1]] * 2] * 4  # ties go to the first

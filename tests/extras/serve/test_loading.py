@@ -100,7 +100,7 @@ def test_a_run_with_an_adapter_is_served_from_its_export(run, tiny_world):
     config = debug_tiny.get_config(str(tiny_world))
     config.model.lora.rank, config.model.lora.path = 2, "adapter"
     (run / "config.json").write_text(serialize_config(config))
-    served = load_model(run, Display(), rows=3, keys={"rollout.chunk_tokens": 4})
+    served = load_model(run, Display(), num_rows=3, keys={"rollout.chunk_tokens": 4})
     assert served.model.architecture.wrapper is None
     assert served.stops == ("</search>", "</answer>")  # which end a turn of the run
     assembled, config = load_saved_run(run, None, Display())
@@ -111,7 +111,7 @@ def test_a_model_folder_is_served_within_its_positions(tiny_world):
     folder = tiny_world / "model"
     positions = json.loads((folder / "config.json").read_text())["max_position_embeddings"]
     with without_keys_of("lora"):
-        served = load_model(folder, Display(), rows=3)
+        served = load_model(folder, Display(), num_rows=3)
     assert (served.name, served.engine.num_rows, served.stops) == ("model", 3, ())
     assert served.engine.max_total_tokens == min(2048, positions)
     served = load_model(folder, Display(), name="ada", keys={"rollout.max_total_tokens": 80})
@@ -129,7 +129,7 @@ def test_prompts_use_the_time_of_the_run(run):
     file = run / "export" / "tokenizer_config.json"
     template = "{% for m in messages %}{{ strftime_now('%F ') ~ m.content }}{% endfor %}"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
-    served = load_model(run, Display(), rows=3, keys={"rollout.chunk_tokens": 4})
+    served = load_model(run, Display(), num_rows=3, keys={"rollout.chunk_tokens": 4})
     assembled, _ = load_saved_run(run, None, Display())
     for tokenizer in (served.tokenizer, assembled.tokenizer):
         prompt = tokenizer.render_prompt([{"role": "user", "content": "Where?"}])

@@ -93,8 +93,8 @@ def test_videos_are_processed_as_by_the_reference(references, tmp_path, index):
         assert np.diff(processed.times) == pytest.approx(wanted["interval"])
     count = processor.num_tokens(video)
     assert (count, count.times) == (
-        processor.num_units(processed),
-        processor.num_units(processed).times,
+        processor.num_image_tokens(processed),
+        processor.num_image_tokens(processed).times,
     )
     chat = [{"role": "user", "content": "<video>What?"}]
     ids = video_tokenizer().render_prompt(chat, (), [count])

@@ -11,7 +11,7 @@ import pytest
 
 from jaxrl.envs.images import Picture, UnreadableImageError, Video, encode_pixels
 from jaxrl.extras.vision.processor import HFImageProcessor, Image
-from jaxrl.extras.vision.video import Header, Qwen3VideoRules, VideoRules
+from jaxrl.extras.vision.video import Qwen3VideoRules, VideoHeader, VideoRules
 from tests.golden.make_video import GRID, INTERVAL, requests
 from tests.images import drawn, encode_video, encoded, save_processor, video_tokenizer
 from tests.vision import FOLDERS, NAMES, golden, logits_of
@@ -92,7 +92,7 @@ def test_positions_of_a_video_by_hand():
 
 def test_frames_are_sampled_by_hand():
     """10 frames, 5 per second: two seconds, in which each family takes 4 frames at 2 per second."""
-    header = Header(num_frames=10, fps=5.0, height=16, width=24)
+    header = VideoHeader(num_frames=10, fps=5.0, height=16, width=24)
     layout = VideoRules(**RULES).compute_layout(header)
     assert layout.frames == (0, 2, 5, 7)
     assert layout.grid == (2, 4, 6)
@@ -109,7 +109,7 @@ def test_frames_are_sampled_by_hand():
 
 def test_all_frames_share_the_pixels_of_a_video():
     """8 frames of 64 x 64 pixels, of which Qwen3-VL may have 8,192 in all: 32 x 32."""
-    header = Header(num_frames=8, fps=2.0, height=64, width=64)
+    header = VideoHeader(num_frames=8, fps=2.0, height=64, width=64)
     limits = RULES | {"max_pixels": 8192}
     assert VideoRules(**limits).compute_layout(header).grid == (4, 16, 16)
     assert Qwen3VideoRules(**limits).compute_layout(header).grid == (4, 8, 8)
@@ -127,7 +127,7 @@ def test_a_video_of_one_picture_has_the_patches_of_an_image(processor):
 def test_blank_videos_have_the_size_and_nothing_else(processor):
     blank, video = processor.make_blank_processor(), make_video()
     assert blank.num_tokens(video) == processor.num_tokens(video) == 3 * 6
-    assert blank.num_units(blank(video)) == 18
+    assert blank.num_image_tokens(blank(video)) == 18
     assert not blank(video).patches.any()
     assert blank(video).times == processor(video).times
 

@@ -60,10 +60,10 @@ class _RunningEpisode:
     Attributes:
         sample_index: Index of the sample in its group.
         elapsed_s: Seconds spent in earlier rollouts.
-        resumed_at: Monotonic time at which this rollout started or resumed it; None while it is on
-            hold.
+        resumed_at: Monotonic time at which this rollout started or resumed the episode; None while
+            the episode is on hold.
         is_started: True if the agent was started.
-        error: Reason the episode has no result; "" if it has one.
+        error: Reason that the episode has no result; "" if it has a result.
         ended_at: Monotonic time at which the episode ended; None until then.
     """
 

@@ -240,11 +240,11 @@ def _describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:2000] + where
 
 
-class Episodes:
-    """Collection of the episodes that run in this process."""
+class EpisodeRunner:
+    """Runner for the episodes of this process."""
 
     def __init__(self, run_agent: RunAgent, send: Callable[[Mapping[str, Any]], None]):
-        """Create an empty collection.
+        """Create a runner with no episodes.
 
         Args:
             run_agent: Coroutine function that runs an episode and returns its reward.
@@ -314,7 +314,7 @@ async def main(agent: Mapping[str, Any], input_pipe: Any, output_pipe: Any) -> N
     lines = asyncio.StreamReader(limit=1 << 28)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), input_pipe)
     send({"ready": True})
-    episodes = Episodes(run_agent, send)
+    episodes = EpisodeRunner(run_agent, send)
     while line := await lines.readline():
         message = json.loads(line)
         if "end" in message:
