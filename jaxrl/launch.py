@@ -455,7 +455,7 @@ def _check_workdir(
             )
     if record is None:
         return []
-    values = configuration.flatten(config)
+    values = configuration.flatten_config(config)
     resume.check_fixed_keys(workdir, record, values, find_fixed_keys(config, record.config))
     changes = resume.find_changes(record, values, contents)
     if not accept_changes:

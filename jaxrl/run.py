@@ -13,7 +13,7 @@ import jax
 
 from jaxrl.builders.components import RunComponents
 from jaxrl.config.keys import import_optional
-from jaxrl.config.schema import flatten
+from jaxrl.config.schema import flatten_config
 from jaxrl.evaluate import evaluate, run_suites
 from jaxrl.logs.display import Display
 from jaxrl.logs.tokens import make_token_logger
@@ -390,7 +390,7 @@ def make_run_state(
         display=display,
         failures=failures,
         # These are compared on resume.
-        origin={"config": flatten(settings.values), "contents": dict(contents)},
+        origin={"config": flatten_config(settings.values), "contents": dict(contents)},
         run_suites=run_suites,
         write_samples=write_samples,
         make_token_logger=partial(make_token_logger, count) if settings.tokens else None,

@@ -9,7 +9,7 @@ import pytest
 
 from configs import bapo_small, dapo_small, passk_small, search_r1_small
 from jaxrl.builders.validation import validate
-from jaxrl.config.schema import KL_CONTROLLERS, flatten
+from jaxrl.config.schema import KL_CONTROLLERS, flatten_config
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.objectives.advantages import ESTIMATORS
@@ -147,8 +147,8 @@ def combination(seed, config):
 
 def changed_keys(config, base):
     """Return the keys of a combination that differ from its base."""
-    before = flatten(base)
-    return {key: value for key, value in flatten(config).items() if value != before[key]}
+    before = flatten_config(base)
+    return {key: value for key, value in flatten_config(config).items() if value != before[key]}
 
 
 def _get(config, key):
@@ -270,7 +270,7 @@ def test_every_option_is_drawn(tiny_world):
     """No rule hides an option from the generator, nor do these seeds leave one out."""
     missing = [option for dimension in DIMENSIONS for option in dimension]
     for seed in (*SEEDS, *MORE_SEEDS):
-        drawn = flatten(combination(seed, base_config(tiny_world)))
+        drawn = flatten_config(combination(seed, base_config(tiny_world)))
         missing = [option for option in missing if not option.items() <= drawn.items()]
         if not missing:
             break

@@ -16,7 +16,7 @@ from absl.testing import flagsaver
 from jaxrl import launch
 from jaxrl.builders.validation import validate
 from jaxrl.cli import SUBCOMMANDS
-from jaxrl.config.schema import default_config, flatten
+from jaxrl.config.schema import default_config, flatten_config
 from tests import key_tables
 from tests.helpers import BLOCK, blocks, readme_config, shown_config, text
 
@@ -53,7 +53,7 @@ def test_links_and_anchors_resolve():
 
 
 def test_configuration_keys_exist():
-    flat = flatten(default_config())
+    flat = flatten_config(default_config())
     known = {key.rsplit(".", n)[0] for key in flat for n in range(key.count(".") + 1)}
     known |= {"json", "py"}  # names of files
     for page in PAGES:

@@ -16,7 +16,7 @@ from jaxrl.config.environments import (
     split_environment_key,
 )
 from jaxrl.config.keys import CORPUS, FILE, MODEL
-from jaxrl.config.schema import KEYS, flatten
+from jaxrl.config.schema import KEYS, flatten_config
 from jaxrl.data.tasks import list_task_files
 from jaxrl.envs.search.corpus import compute_corpus_digest, get_index_folder
 from jaxrl.models.hf_weights import INDEX_FILE, SIDE_FILES
@@ -44,7 +44,7 @@ def compute_fingerprints(config: ResolvedConfig) -> dict[str, str]:
     `NUM_WEIGHT_SAMPLES` evenly spaced blocks. Training changes nearly all of these blocks.
     """
     digests = _hash_model_files("model.path", Path(config.model.path))
-    flat = flatten(config)
+    flat = flatten_config(config)
     for key, entry in KEYS.items():
         if entry.file and flat.get(key) and (file := Path(flat[key]) / entry.file).is_file():
             digests[f"{key}/{entry.file}"] = hash_file(file)
@@ -62,7 +62,7 @@ def compute_fingerprints(config: ResolvedConfig) -> dict[str, str]:
 
 def _hash_environment_files(config: ResolvedConfig) -> dict[str, str]:
     """Hash the files of one environment: tasks, demonstrations, prompt, corpus, user code."""
-    digests, flat = dict[str, str](), flatten(config)
+    digests, flat = dict[str, str](), flatten_config(config)
     demonstrations = Path(config.sft.source)
     if "sft" in config.stages and demonstrations.exists():
         digests["sft.source"] = _hash_data(demonstrations)
@@ -152,7 +152,7 @@ def check_processes_agree(
     Raises:
         ValueError: Settings or files differ. Every process raises the same error.
     """
-    values = expand_environments(flatten(config.recorded_config))
+    values = expand_environments(flatten_config(config.recorded_config))
     settings = {f"config.{key}": repr(value) for key, value in values.items()}
     settings["--workdir"] = repr(str(workdir.resolve()))
     for engine in ("local", "dense"):  # hosts may keep their indexes in different folders

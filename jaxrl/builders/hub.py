@@ -11,7 +11,7 @@ from typing import Any
 from jaxrl.builders.resolved import ResolvedConfig
 from jaxrl.config.environments import add_environment_to_errors
 from jaxrl.config.keys import MODEL
-from jaxrl.config.schema import KEYS, LOCAL_MODEL, flatten
+from jaxrl.config.schema import KEYS, LOCAL_MODEL, flatten_config
 from jaxrl.data.tasks import resolve_sources
 from jaxrl.utils.hub import (
     MODEL_FILES,
@@ -97,7 +97,7 @@ def download_files(
             members[name] = download_files(member, recorded, for_plan=for_plan)
     if any(member.hub_names for member in members.values()):
         hub_names["environments"] = {
-            name: {k: members[name].hub_names.get(k, v) for k, v in flatten(entries).items()}
+            name: {k: members[name].hub_names.get(k, v) for k, v in flatten_config(entries).items()}
             for name, entries in c.config.environments.items()
         }
     task_sources = {

@@ -14,7 +14,7 @@ from jaxrl.builders.resolved import CORPUS_SECTIONS, NO_ENGINE, ResolvedConfig, 
 from jaxrl.config.environments import add_environment_to_errors, split_config
 from jaxrl.config.keys import reject_value
 from jaxrl.config.loading import check_keys
-from jaxrl.config.schema import EXTRA_KEYS, KEYS, LOCAL_MODEL, SUITES, flatten
+from jaxrl.config.schema import EXTRA_KEYS, KEYS, LOCAL_MODEL, SUITES, flatten_config
 from jaxrl.envs.rewards.combiner import REWARD_PARTS
 from jaxrl.envs.rewards.rules import check_weights
 from jaxrl.envs.search_env import SearchEnv, build_protocol, check_protocol
@@ -54,7 +54,7 @@ def check_values(config: ConfigDict) -> None:
     Raises:
         ValueError: A key is missing or unknown, or its value is invalid. The message names it.
     """
-    values = flatten(config)
+    values = flatten_config(config)
     check_keys(values)
     missing = next((key for key in KEYS if key not in values), None)
     if missing is not None:

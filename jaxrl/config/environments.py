@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 
 from jaxrl.config.keys import is_finite, reject_value
 from jaxrl.config.loading import parse_values
-from jaxrl.config.schema import flatten
+from jaxrl.config.schema import flatten_config
 
 SECTIONS = ("tasks", "prompt", "env", "search", "reward")
 """Sections that an environment may override."""
@@ -51,7 +51,7 @@ def split_config(config: ConfigDict) -> dict[str, tuple[float, ConfigDict]]:
         if not isinstance(values, Mapping):
             reject_value(section, values, "a mapping of keys, such as {'weight': 0.5}")
         with add_environment_to_errors(name):
-            flat = flatten(values)
+            flat = flatten_config(values)
             weight = flat.pop("weight", 1.0)
             flat = parse_values(flat)
         if not (is_finite(weight) and weight > 0):
@@ -73,7 +73,7 @@ def expand_environments(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Replace `environments` in a flat configuration with keys `environments.<name>.<key>`."""
     expanded = {key: value for key, value in flat.items() if key != "environments"}
     for name, values in (flat.get("environments") or {}).items():
-        overrides = flatten(values) if isinstance(values, Mapping) else {}
+        overrides = flatten_config(values) if isinstance(values, Mapping) else {}
         expanded |= {f"environments.{name}.{key}": value for key, value in overrides.items()}
     return expanded
 

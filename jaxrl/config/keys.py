@@ -181,7 +181,7 @@ def load_extra_keys(folder: str) -> ExtraKeys:
 
 
 def import_optional(name: str) -> Any:
-    """Import `module:name`, or a module with `module:`; return None if its folder is missing."""
+    """Import object `module:name` or module `module:`; return None if its folder is missing."""
     try:
         return pkgutil.resolve_name(name)
     except ModuleNotFoundError as error:

@@ -18,7 +18,7 @@ from jaxrl.config.schema import (
     convert_lists_to_tuples,
     explain_unknown_key,
     find_missing_extra,
-    flatten,
+    flatten_config,
 )
 from jaxrl.utils.callables import format_failure
 from jaxrl.utils.paths import suggest_path
@@ -96,7 +96,7 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def load_values(config: ConfigDict, path: str, *, skip_missing: bool = False) -> None:
-    """Set config keys from a YAML or JSON file. Its keys may be nested or dotted.
+    """Set config keys from a YAML or JSON file, whose keys may be nested or dotted.
 
     Args:
         config: Configuration to change in place.
@@ -116,7 +116,7 @@ def load_values(config: ConfigDict, path: str, *, skip_missing: bool = False) ->
     if not isinstance(values, dict):
         raise ValueError(f"{path} contains a {type(values).__name__}; expected keys and values.")
     try:
-        flat = flatten(values)
+        flat = flatten_config(values)
         if skip_missing:
             flat = {key: value for key, value in flat.items() if not find_missing_extra(key)}
         flat = parse_values(flat)

@@ -184,7 +184,7 @@ def _check_arguments(
 
 
 def resolve_aliases(config: ConfigDict, key: str, aliases: Mapping[str, Mapping[str, Any]]) -> None:
-    """Replace an alias in the config by the values that it stands for.
+    """Replace an alias in the config with the values that it stands for.
 
     Args:
         config: Configuration, changed in place.

@@ -104,7 +104,7 @@ _BY_DIFFICULTY = "three positive numbers, for easy, medium and hard tasks"
 # Manually formatted table: key, default, meaning; then constraints and effect on a restart.
 # fmt: off
 def _define_optimizer_keys(section: str) -> dict[str, Key]:
-    """Return the optimizer keys of a section, which is that of SFT or RL."""
+    """Return the optimizer keys of the SFT or RL section."""
     return {
         f"{section}.lr": Key(1e-6, "Peak learning rate of AdamW.", at_least=0),
         f"{section}.warmup_steps": Key(0, "Steps of linear warm-up; the first uses "
@@ -803,7 +803,7 @@ MAPPING_EXAMPLES = {
 _SECTIONS_WITH_MAPPINGS = {key.rpartition(".")[0] for key in MAPPING_EXAMPLES}
 
 
-def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
+def flatten_config(values: Any, prefix: str = "") -> dict[str, Any]:
     """Flatten a configuration or nested mapping to a dict with dotted keys.
 
     Raises:
@@ -813,7 +813,11 @@ def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
     for key, value in (values if isinstance(values, Mapping) else values.to_dict()).items():
         name = f"{prefix}{key}"
         is_section = isinstance(value, dict) and name not in MAPPING_EXAMPLES
-        inner = flatten(value, f"{name}.") if is_section else {name: convert_lists_to_tuples(value)}
+        inner = (
+            flatten_config(value, f"{name}.")
+            if is_section
+            else {name: convert_lists_to_tuples(value)}
+        )
         if repeated := sorted(inner.keys() & flat.keys()):
             raise ValueError(f"{repeated[0]} is set twice, nested and with dots; leave one out.")
         flat |= inner
@@ -834,7 +838,7 @@ def convert_lists_to_tuples(value: Any) -> Any:
 
 def read_flat_config(path: Path) -> dict[str, Any]:
     """Read a workdir's `config.json` and return its values by dotted key."""
-    return flatten(read_object(path))
+    return flatten_config(read_object(path))
 
 
 def serialize_config(config: ConfigDict) -> str:

@@ -61,7 +61,7 @@ class CallRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Question record with `question` or `messages`, and all accepted answers.
+    """Task record: `question` or `messages`, and all accepted answers.
 
     The text contains an `<image>` placeholder for each image, in order.
     """

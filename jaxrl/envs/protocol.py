@@ -192,7 +192,7 @@ def parse_tags(turn: str, tools: Sequence[str]) -> ParsedTurn:
 
 
 def mask_call_arguments(text: str) -> str:
-    """Replace `<` by `‹` inside the arguments of calls, so that tags there are not parsed.
+    """Replace `<` with `‹` inside the arguments of calls, so that tags there are not parsed.
 
     Applies after `<tool_call>` to a JSON object, or to the values of a complete `<function=NAME>`.
     Other text and the length of the text are unchanged.
@@ -339,7 +339,7 @@ _LETTERS = {
 def extract_last_query(turn: str, tag: str = "search") -> str | None:
     """Return the dedented text between the last opening tag and the final closing tag.
 
-    None if the turn does not end with the closing tag or has no opening tag.
+    Returns None if the turn does not end with the closing tag or has no opening tag.
     """
     if not turn.endswith(f"</{tag}>"):
         return None

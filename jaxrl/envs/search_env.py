@@ -112,7 +112,7 @@ class SearchEnv(Env):
         return [plan if isinstance(plan, StepResult) else self._build_reply(plan) for plan in plans]
 
     def _plan_calls(self, episode: Episode, text: str) -> StepResult | list[_Call]:
-        """Parse a turn. Return its calls, or the reply if no tool needs to be called."""
+        """Parse a turn; return its tool calls, or the reply if no tool needs to be called."""
         reading = self._protocol.read(text, tuple(self._tools))
         if reading.is_answer:
             abstains = self._protocol.is_abstention(episode.response + text)

@@ -8,7 +8,7 @@ import pytest
 from configs import debug_tiny
 from jaxrl.builders.environment import build_tools
 from jaxrl.builders.validation import validate
-from jaxrl.config.schema import default_config, flatten, read_flat_config, serialize_config
+from jaxrl.config.schema import default_config, flatten_config, read_flat_config, serialize_config
 
 SERVER = str(Path(__file__).parents[1] / "extending" / "my_server.py")
 
@@ -54,4 +54,4 @@ def test_mcp_servers_survive_the_workdirs_config_file(tmp_path):
     )
     file = tmp_path / "config.json"
     file.write_text(serialize_config(config))
-    assert read_flat_config(file) == flatten(config)
+    assert read_flat_config(file) == flatten_config(config)

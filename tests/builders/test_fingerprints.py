@@ -14,7 +14,7 @@ from jaxrl.builders.fingerprints import (
     describe_differences,
 )
 from jaxrl.builders.resolved import resolve_names
-from jaxrl.config.schema import flatten
+from jaxrl.config.schema import flatten_config
 from jaxrl.runtime.resume import RunRecord, find_changes, normalize_json
 
 
@@ -47,7 +47,7 @@ def test_a_changed_file_has_another_fingerprint(world, key):
     config.prompt.template_file = str(world / "prompt.jinja")
     (world / "prompt.jinja").write_text("{{ question }}")
     before = compute_fingerprints(resolve_names(config))
-    path = Path(flatten(config)[key])
+    path = Path(flatten_config(config)[key])
     path.write_bytes(path.read_bytes() + b"\n")
     after = compute_fingerprints(resolve_names(config))
     assert {name for name in before if before[name] != after[name]} == {key}
@@ -84,8 +84,8 @@ def test_user_code_has_a_fingerprint(key, argument, world, tmp_path, monkeypatch
     changed = compute_fingerprints(resolve_names(config))
     assert {name for name in found if found[name] != changed[name]} == {f"{key}'s file"}
     [change] = find_changes(
-        RunRecord(step=1, config=normalize_json(flatten(config)), contents=found),
-        flatten(config),
+        RunRecord(step=1, config=normalize_json(flatten_config(config)), contents=found),
+        flatten_config(config),
         changed,
     )
     assert str(change) == f"config.{key}'s file (content): changed"

@@ -9,7 +9,7 @@ from jaxrl.builders.components import build_run_settings
 from jaxrl.builders.fingerprints import compute_fingerprints
 from jaxrl.builders.hub import download_files
 from jaxrl.builders.resolved import resolve_names
-from jaxrl.config.schema import flatten
+from jaxrl.config.schema import flatten_config
 from jaxrl.models.registry import read_architecture
 from tests.runs import run_settings
 
@@ -42,7 +42,7 @@ def named(world, **changes):
 
 def recorded(c):
     """Return the configuration that a run's workdir records, as it is read on resume."""
-    return json.loads(json.dumps(flatten(c.recorded_config)))
+    return json.loads(json.dumps(flatten_config(c.recorded_config)))
 
 
 def test_the_run_reads_local_files_and_records_names_with_commits(hub, world):
@@ -61,7 +61,7 @@ def test_the_run_reads_local_files_and_records_names_with_commits(hub, world):
         {"source": f"hf://datasets/org/people@{data}/questions_train.jsonl", "weight": 2.0}
     ]
     assert build_run_settings(c).values == c.recorded_config.to_dict()  # in every checkpoint
-    assert flatten(c.config)["model.path"] == c.model.path
+    assert flatten_config(c.config)["model.path"] == c.model.path
 
 
 def test_a_resumed_run_keeps_its_commits_when_main_has_moved(hub, world):
@@ -111,7 +111,7 @@ def test_names_of_the_wrong_kind_and_bare_names_are_refused(hub, world):
 def test_environments_read_local_files_and_record_their_names(hub, world):
     config = named(world)
     moved = ("sft.source", "tasks.train.sources", "tasks.eval.source")
-    search = {"weight": 0.5, **{key: flatten(config)[key] for key in moved}}
+    search = {"weight": 0.5, **{key: flatten_config(config)[key] for key in moved}}
     config.update_from_flattened_dict({"sft.source": "", "tasks.train.sources": ()})
     config.tasks.eval.source = ""
     math = {"env.name": "math", **search, "tasks.train": {"split": "train"}}

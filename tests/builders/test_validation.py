@@ -23,7 +23,7 @@ from configs import (
 from jaxrl.builders import validation as rules
 from jaxrl.builders.resolved import resolve_names
 from jaxrl.builders.validation import validate
-from jaxrl.config.schema import default_config, flatten
+from jaxrl.config.schema import default_config, flatten_config
 from tests import helpers
 from tests.helpers import resolved
 
@@ -184,7 +184,7 @@ def test_a_small_config_keeps_the_method(module):
     """Sizes may differ; of what the method chooses, every key it sets stays as it is published."""
     published = default_config()
     module.set_method(published)
-    small = flatten(module.get_config())
+    small = flatten_config(module.get_config())
     sizes = {
         "advantage.pass_at_k.k_schedule",
         "shaping.overlong_buffer",
@@ -194,7 +194,7 @@ def test_a_small_config_keeps_the_method(module):
         "shaping.stage_tolerance",
     }
     method = ("advantage.", "loss.", "kl.", "shaping.", "filter.")
-    chosen = {key: x for key, x in flatten(published).items() if key.startswith(method)}
+    chosen = {key: x for key, x in flatten_config(published).items() if key.startswith(method)}
     assert {key: small[key] for key in chosen.keys() - sizes} == {
         key: chosen[key] for key in chosen.keys() - sizes
     }
@@ -302,7 +302,7 @@ DIFFERING = {
 
 @pytest.mark.parametrize("module", PUBLISHED, ids=lambda module: module.__name__)
 def test_hyperparameters_are_those_of_the_publication(module):
-    flat = flatten(module.get_config())
+    flat = flatten_config(module.get_config())
     differing = {key for key, value in PUBLISHED[module].items() if flat[key] != value}
     assert differing == DIFFERING[module]
 

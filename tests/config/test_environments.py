@@ -8,7 +8,7 @@ from jaxrl.config.environments import (
     split_config,
     split_environment_key,
 )
-from jaxrl.config.schema import default_config, flatten
+from jaxrl.config.schema import default_config, flatten_config
 
 
 def configured(environments):
@@ -74,7 +74,7 @@ def test_errors_name_the_key_of_the_environment():
 
 
 def test_the_flat_form_has_a_key_per_override():
-    flat = flatten(configured({"a": {"weight": 2.0, "env": {"name": "math"}}}))
+    flat = flatten_config(configured({"a": {"weight": 2.0, "env": {"name": "math"}}}))
     expanded = expand_environments(flat)
     new = {"environments.a.weight": 2.0, "environments.a.env.name": "math"}
     assert expanded.items() >= new.items()

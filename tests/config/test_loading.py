@@ -8,7 +8,7 @@ import pytest
 from configs import debug_tiny
 from jaxrl.builders.validation import validate
 from jaxrl.config.loading import load_config_file, load_values, parse_overrides
-from jaxrl.config.schema import default_config, flatten, read_flat_config, serialize_config
+from jaxrl.config.schema import default_config, flatten_config, read_flat_config, serialize_config
 from tests.helpers import as_nobody, without_keys_of
 
 
@@ -49,7 +49,10 @@ def test_a_mapping_of_free_names_is_one_value(config, tmp_path):
     assert config.prompt.chat_template_kwargs == {"enable_thinking": False}
     validate(config)
     config.prompt.chat_template_kwargs["depth"] = 2
-    assert flatten(config)["prompt.chat_template_kwargs"] == {"enable_thinking": False, "depth": 2}
+    assert flatten_config(config)["prompt.chat_template_kwargs"] == {
+        "enable_thinking": False,
+        "depth": 2,
+    }
     assert default_config().prompt.chat_template_kwargs == {}
 
 
@@ -79,14 +82,14 @@ def test_a_bad_values_file_is_refused_in_one_line_and_changes_nothing(
 ):
     file = tmp_path / "my.yaml"
     file.write_text(text)
-    before = flatten(config)
+    before = flatten_config(config)
     with pytest.raises(
         ValueError, match=rf"^{re.escape(str(file))}.*{re.escape(message)}"
     ) as raised:
         load_values(config, str(file))
     assert "\n" not in str(raised.value)
     assert len(str(raised.value)) < 2_000
-    assert flatten(config) == before
+    assert flatten_config(config) == before
 
 
 def test_json_round_trip(config, tmp_path):
@@ -100,7 +103,7 @@ def test_json_round_trip(config, tmp_path):
     other = default_config().lock()
     load_values(other, str(file))
     assert other == config
-    assert read_flat_config(file) == flatten(config)
+    assert read_flat_config(file) == flatten_config(config)
     assert serialize_config(other) == serialize_config(config)
 
 

@@ -94,7 +94,7 @@ def test_hostile_answers_are_not_equal_and_cost_no_more_than_their_time(strict):
     before, start = children(), time.process_time()
     results = [strict.score_answer(finished(answer)) for answer in HOSTILE]
     assert [result.score for result in results] == [0.0] * len(HOSTILE)
-    assert results[0].others["undecided"] == 1.0  # its time was over
+    assert results[0].extra_values["undecided"] == 1.0  # its time was over
     assert time.process_time() - start < 2  # nothing of it was computed here
     assert strict.is_equal("{y}", ("z", "y ^ 1")) is True  # by a fresh worker
     assert len(children() - before) == 1
@@ -171,7 +171,7 @@ def test_the_part_pays_the_final_answer(math):
     calls = math.requests([finished(answer) for answer in answers])
     results = [result for call in calls for result in call.parse(call.invoke())]
     assert [result.score for result in results] == [1.0, 0.0, 0.0]
-    assert [result.others["undecided"] for result in results] == [0.0, 0.0, 0.0]
+    assert [result.extra_values["undecided"] for result in results] == [0.0, 0.0, 0.0]
     shy = math.score_answer(finished("2, but I don't know", is_abstention=True))
-    assert (shy.score, shy.others["undecided"]) == (0.0, 0.0)
+    assert (shy.score, shy.extra_values["undecided"]) == (0.0, 0.0)
     assert math.missing_fields(Task(id="t", question="?")) == ["answers"]

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from jaxrl.config.schema import default_config, flatten, serialize_config
+from jaxrl.config.schema import default_config, flatten_config, serialize_config
 from jaxrl.runtime import resume
 from jaxrl.runtime.resume import (
     check_changes,
@@ -30,7 +30,9 @@ def configured(**changes):
 def begin(workdir, *, position=None, **changes):
     """Create a workdir with a checkpoint at step 40; return the configuration."""
     config = configured(**changes)
-    position = {"config": flatten(config), "contents": CONTENTS} if position is None else position
+    position = (
+        {"config": flatten_config(config), "contents": CONTENTS} if position is None else position
+    )
     file = workdir / "checkpoints" / "40" / "position" / "metadata"
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps({"step": 40, **position}))
@@ -41,7 +43,9 @@ def begin(workdir, *, position=None, **changes):
 
 def find_changes(workdir, contents=(), **changes):
     """Return the changes of a configuration since the record of a run."""
-    return resume.find_changes(read_record(workdir), flatten(configured(**changes)), dict(contents))
+    return resume.find_changes(
+        read_record(workdir), flatten_config(configured(**changes)), dict(contents)
+    )
 
 
 def find_refused(workdir, contents=(), **changes):
@@ -72,7 +76,7 @@ def test_another_experiment_needs_consent(tmp_path, key, value):
     stages = {"stages": ("sft", "train")}
     config = begin(tmp_path, position={}, **stages)
     changes = find_changes(tmp_path, **stages, **{key: value})
-    before = flatten(config)[key]
+    before = flatten_config(config)[key]
     assert [str(change) for change in changes] == [f"config.{key}: {before!r} -> {value!r}"]
     with pytest.raises(ValueError, match=rf"step 40 .*config.{key}: .*--accept_changes"):
         check_changes(tmp_path, read_record(tmp_path), changes)
@@ -136,7 +140,7 @@ def test_changes_need_consent_if_they_affect_results(tmp_path, before, now, refu
 
 def test_an_evaluation_alone_ignores_code_that_only_training_uses(tmp_path):
     files = {"loss.name's file": "a", "env.name's file": "a"}
-    position = {"config": flatten(configured()), "contents": CONTENTS | files}
+    position = {"config": flatten_config(configured()), "contents": CONTENTS | files}
     begin(tmp_path, position=position)
     now = CONTENTS | dict.fromkeys(files, "b")
     loss, env = "loss.name's file (content)", "env.name's file (content)"
@@ -214,7 +218,7 @@ def test_removed_keys_of_an_older_run_need_consent(tmp_path):
         read_record(tmp_path)
     record = read_record(tmp_path, accept_changes=True)
     assert "keys that this version does not have" in record.warnings[0]
-    [change] = resume.find_changes(record, flatten(configured()), CONTENTS)
+    [change] = resume.find_changes(record, flatten_config(configured()), CONTENTS)
     assert (str(change), change.is_free) == ("config.rollout.num_slots: 8 -> None", False)
     # Afterwards the workdir belongs to this version, even before its next checkpoint.
     resume.record_start(tmp_path, record, [change], configured(), CONTENTS)
@@ -230,13 +234,13 @@ def test_keys_of_a_missing_extra_must_have_been_off(tmp_path):
         del config.model.lora
         with without_keys_of("lora"):
             record = read_record(workdir)
-            assert resume.find_changes(record, flatten(config), CONTENTS) == []
+            assert resume.find_changes(record, flatten_config(config), CONTENTS) == []
             if rank:
                 message = r"model\.lora\.rank is 0, but .* began with 2; put jaxrl/extras/lora back"
                 with pytest.raises(ValueError, match=message):
-                    check_fixed_keys(workdir, record, flatten(config), ["model.lora.rank"])
+                    check_fixed_keys(workdir, record, flatten_config(config), ["model.lora.rank"])
             else:
-                check_fixed_keys(workdir, record, flatten(config), ["model.lora.rank"])
+                check_fixed_keys(workdir, record, flatten_config(config), ["model.lora.rank"])
 
 
 @pytest.mark.parametrize("damage", [None, "[]", "{", "nu\xff"])
@@ -261,7 +265,7 @@ def test_a_configuration_lost_everywhere_needs_consent(tmp_path):
         read_record(tmp_path)
     record = read_record(tmp_path, accept_changes=True)
     assert record.warnings[0].endswith("nothing records the configuration")
-    assert resume.find_changes(record, flatten(configured(seed=7)), {}) == []
+    assert resume.find_changes(record, flatten_config(configured(seed=7)), {}) == []
     resume.write_config(tmp_path, configured(seed=7))
     assert json.loads((tmp_path / "config.json").read_text())["seed"] == 7
 

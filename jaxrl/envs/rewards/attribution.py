@@ -114,8 +114,8 @@ def occurs_in(answer: str, observation: str) -> bool:
 
     Both are normalized as in `exact_match`, once with punctuation removed (`U.S.` equals `US`) and
     once with punctuation replaced by spaces (`1914-1918` contains `1914`). Text is NFKC-normalized,
-    invisible characters are ignored, and each letter of a script without spaces is a word. Tags and
-    document numbers are ignored.
+    invisible characters are ignored, and each letter is a word in languages written without spaces.
+    Tags and document numbers are ignored.
     """
     text = _DOCUMENT.sub(" ", _TAG.sub(" ", observation))
     form_pairs = zip(_build_normalized_forms(answer), _build_normalized_forms(text), strict=True)
@@ -129,7 +129,7 @@ def _build_normalized_forms(text: str) -> tuple[str, str]:
 
 
 def _fold_text(text: str) -> str:
-    """Fold case, and put spaces around each letter of a script that is written without them."""
+    """Fold case, and put spaces around letters of languages that are written without spaces."""
     return _UNSPACED.sub(r" \1 ", fold_case(text))
 
 

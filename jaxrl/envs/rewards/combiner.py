@@ -31,12 +31,12 @@ class RewardPartResult:
     Attributes:
         score: Value of the part; None if it does not apply to the episode.
         turns: For a per-turn part, one value per turn; `score` is their sum.
-        others: Additional values to log, by name. They do not affect the reward.
+        extra_values: Additional values to log, by name. They do not affect the reward.
     """
 
     score: float | None
     turns: tuple[float, ...] | None = None
-    others: Mapping[str, float] = field(default_factory=dict)
+    extra_values: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +47,8 @@ class RewardPartCall:
         members: Indices of the call's episodes in their group.
         invoke: Function that runs the call; returns a coroutine if the part is async.
         parse: Function that converts the result to one `RewardPartResult` per episode, or raises.
-        records: Function that returns, after the call, the records of the priced tool calls that
-            it made. They are attributed to the first episode.
+        records: Function that returns the records of the priced tool calls, once the call has
+            ended. The records are attributed to the first episode.
     """
 
     members: tuple[int, ...]
@@ -100,7 +100,7 @@ class AnswerPart(ABC):
 
 
 def to_number(name: str, value: Any) -> float:
-    """Convert the value of a part, a finite number or scalar array, to a float.
+    """Convert the value of a reward part (a finite number or scalar array) to a float.
 
     Raises:
         ValueError: The value is not a finite number.
@@ -328,7 +328,7 @@ class RewardCombiner:
                 raise result
             if result.score is not None:
                 parts[name] = result.score
-            parts |= {f"{name}/{other}": value for other, value in result.others.items()}
+            parts |= {f"{name}/{other}": value for other, value in result.extra_values.items()}
             if result.turns is not None:
                 turn_parts[name] = result.turns
         return parts, turn_parts

@@ -224,13 +224,13 @@ def _parse_verl(name: str, result: Any, _: Sequence[ScoredEpisode]) -> list[Rewa
             f"the reward part {name!r} returned the keys {', '.join(map(repr, result)) or 'none'}; "
             "expected the key 'score'"
         )
-    others = {}
+    extra_values = {}
     for key, value in result.items():
         # Other values are not numbers and cannot be logged.
         is_scalar = getattr(value, "shape", ()) == () and callable(getattr(value, "item", None))
         if key != "score" and isinstance(value.item() if is_scalar else value, Real):
-            others[str(key)] = to_number(f"{name}/{key}", value)
-    return [RewardPartResult(score=to_number(name, result["score"]), others=others)]
+            extra_values[str(key)] = to_number(f"{name}/{key}", value)
+    return [RewardPartResult(score=to_number(name, result["score"]), extra_values=extra_values)]
 
 
 def _list_trl_arguments(group: Sequence[ScoredEpisode], _: bool) -> Arguments:

@@ -104,7 +104,7 @@ class DocumentSearch(SearchEngine):
         return result
 
     def run_batch(self, queries: Sequence[str], /) -> list[str | ToolError]:
-        """Return the rendered documents for each query, or its error."""
+        """Return the rendered documents for each query, or the query's error."""
         return [
             hits if isinstance(hits, ToolError) else render_documents(hit.document for hit in hits)
             for hits in self.retrieve(queries, self.topk)

@@ -24,7 +24,7 @@ from jaxrl.envs.search.corpus import (
     CorpusDocuments,
     build_index_once,
     check_corpus,
-    check_unchanged,
+    check_corpus_unchanged,
     compute_corpus_digest,
     get_index_folder,
     read_corpus,
@@ -44,7 +44,7 @@ _INDEX_VERSION = 4
 
 
 def tokenize(text: str) -> list[str]:
-    """Split text into lowercase words, and text in scripts without spaces into letter bigrams.
+    """Split text into lowercase words, or into letter bigrams in languages without spaces.
 
     A word is a letter, number or underscore followed by letters, marks, numbers and underscores
     (Unicode categories). Format characters are dropped. Text is NFKC-normalized, so full-width
@@ -222,7 +222,7 @@ def _build_index(corpus: Path, digest: str, folder: Path, progress: Progress) ->
         (building / "corpus.json").write_text(json.dumps(source), encoding="utf-8")
         for part in building.iterdir():  # tantivy lets only the owner read some files
             part.chmod(building.stat().st_mode & 0o666)
-        check_unchanged(corpus, folder.parent, digest)
+        check_corpus_unchanged(corpus, folder.parent, digest)
         building.rename(folder)
     except ValueError as error:
         if not any(name in str(error) for name in ("io::Error", "IoError", "IO error")):

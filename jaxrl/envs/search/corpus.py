@@ -198,7 +198,7 @@ def build_index_once(
             build()
 
 
-def check_unchanged(corpus: Path, index_dir: Path, digest: str) -> None:
+def check_corpus_unchanged(corpus: Path, index_dir: Path, digest: str) -> None:
     """Check that a corpus did not change while it was indexed.
 
     Raises:

@@ -87,7 +87,7 @@ class HttpRetriever(DocumentSearch):
         )
 
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit] | ToolError]:
-        """Return the server's documents for each query, or its error."""
+        """Return the server's documents for each query, or the query's error."""
         groups = [
             list(b) for b in split_batches(list(map(fix_surrogates, queries)), self._batch_size)
         ]
@@ -129,8 +129,8 @@ def _make_value_error(value: Any, expected: str) -> ValueError:
     return ValueError(f"{value!r:.200}; expected {expected}")
 
 
-def split_response(response: Any, protocol: str, count: int) -> list[Any]:
-    """Split a response into one result for each of `count` queries.
+def split_response(response: Any, protocol: str, num_queries: int) -> list[Any]:
+    """Split a response into one result for each of `num_queries` queries.
 
     A result is a list of documents, or a tuple of documents and scores. Results are not validated.
 
@@ -142,17 +142,17 @@ def split_response(response: Any, protocol: str, count: int) -> list[Any]:
             return [(documents, scores)]
         case "flashrag_single", _:
             return [response]
-        case "search_r1", {"result": list() as results} if len(results) == count:
+        case "search_r1", {"result": list() as results} if len(results) == num_queries:
             return results
-        case "flashrag", [list() as documents, list() as scores] if len(documents) == count:
+        case "flashrag", [list() as documents, list() as scores] if len(documents) == num_queries:
             # A response to two queries is also a list of two lists, but they contain objects.
             kinds = {type(item) for item in (*documents, *scores)}
-            if list in kinds and dict not in kinds and len(scores) == count:
+            if list in kinds and dict not in kinds and len(scores) == num_queries:
                 return list(zip(documents, scores, strict=True))
-    if protocol == "flashrag" and isinstance(response, list) and len(response) == count:
+    if protocol == "flashrag" and isinstance(response, list) and len(response) == num_queries:
         return response
     form = 'an object with "result", ' if protocol == "search_r1" else ""
-    raise _make_value_error(response, f"{form}a list for each of {count} queries")
+    raise _make_value_error(response, f"{form}a list for each of {num_queries} queries")
 
 
 def parse_hits(result: Any, hit_parser: HitParser) -> list[Hit]:

@@ -18,7 +18,7 @@ class MockSearch(SearchEngine):
 
         Args:
             documents: Text by keyword.
-            path: JSON file with such an object.
+            path: JSON file with an object of texts by keyword.
 
         Raises:
             OSError, ValueError: The file is missing or malformed, or the arguments conflict.

@@ -29,7 +29,7 @@ from jaxrl.envs.search.corpus import (
     CorpusDocuments,
     build_index_once,
     check_corpus,
-    check_unchanged,
+    check_corpus_unchanged,
     compute_corpus_digest,
     compute_line_checksum,
     read_corpus,
@@ -161,7 +161,7 @@ def _build_index(
         vectors.flush()
         _write_manifest(build_folder, spec, stop)
         progress(stop)
-    check_unchanged(spec.corpus, spec.index_dir, digest)
+    check_corpus_unchanged(spec.corpus, spec.index_dir, digest)
     build_folder.rename(folder)
 
 

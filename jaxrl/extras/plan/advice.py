@@ -12,7 +12,7 @@ from typing import Any
 from jaxrl.builders.capacity import MICRO_ROWS, format_bytes
 from jaxrl.builders.method import compute_batch_shape
 from jaxrl.builders.resolved import ResolvedConfig
-from jaxrl.config.schema import flatten
+from jaxrl.config.schema import flatten_config
 from jaxrl.extras.plan.memory import (
     IGNORE_PLAN_HINT,
     Target,
@@ -162,7 +162,7 @@ def find_num_devices(config: ResolvedConfig, model: Architecture, target: Target
     Returns:
         The number of devices, or None if the run does not fit after ten doublings.
     """
-    flat, mesh = flatten(config), make_target_mesh(config, model, target)
+    flat, mesh = flatten_config(config), make_target_mesh(config, model, target)
     sizes, is_job = mesh.shape, target.num_processes > 1
     # Scale the mesh, and round up the rows to multiples of its size.
     for factor in (2**power for power in range(1, 11)):
@@ -195,7 +195,7 @@ def _iter_options(
     Keys are ordered by their cost in step time.
     """
     mesh = make_target_mesh(config, model, target)
-    flat = flatten(config)
+    flat = flatten_config(config)
     is_cpu = target.platform == "cpu"
     sizes, shards = mesh.shape, count_batch_shards(mesh)
     groups = sizes["data"] * sizes["fsdp"]  # each group of devices holds all experts
@@ -269,7 +269,7 @@ def _list_device_splits(
     The last option is 0 if devices are currently reserved. The `fsdp` axis covers all training
     devices, with an unchanged number of micro-batch rows per device.
     """
-    flat, tensor, processes = flatten(config), sizes["tensor"], target.num_processes
+    flat, tensor, processes = flatten_config(config), sizes["tensor"], target.num_processes
     previous, context = sizes["data"] * sizes["fsdp"], sizes["context"]
     counts = [tensor, *_list_doublings(tensor, target.num_local - 1)]
     if config.mesh.rollout_devices:

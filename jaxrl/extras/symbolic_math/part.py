@@ -67,7 +67,7 @@ class MathVerify(AnswerPart):
         answer = "" if sample.reward.is_abstention else sample.reward.final_answer.strip()
         equal = self.is_equal(answer, sample.episode.task.answers) if answer else False
         return RewardPartResult(
-            score=float(equal is True), others={"undecided": float(equal is None)}
+            score=float(equal is True), extra_values={"undecided": float(equal is None)}
         )
 
     def is_equal(self, answer: str, truths: Sequence[str]) -> bool | None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxrl.config.schema import flatten
+from jaxrl.config.schema import flatten_config
 from jaxrl.extras.trackers.run_id import read_or_create_id
 from jaxrl.logs.writers import Table
 from jaxrl.training.interfaces import Record
@@ -50,7 +50,9 @@ class MLflow:
                 else experiment.experiment_id
             )
             run = self._client.create_run(experiment_id, run_name=workdir.name)
-            params = [entities.Param(key, str(value)) for key, value in flatten(config).items()]
+            params = [
+                entities.Param(key, str(value)) for key, value in flatten_config(config).items()
+            ]
             for start in range(0, len(params), MAX_PARAMS):
                 batch = params[start : start + MAX_PARAMS]
                 self._client.log_batch(run.info.run_id, params=batch)

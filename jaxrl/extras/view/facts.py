@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxrl.config.environments import expand_environments
-from jaxrl.config.schema import default_config, flatten
+from jaxrl.config.schema import default_config, flatten_config
 from jaxrl.extras.view.reader import Evaluation, RunReader
 from jaxrl.logs.results import SUITE_LABELS, compute_weighted_reward, is_exact_match_only
 from jaxrl.training.settings import STAGES
@@ -317,7 +317,7 @@ def compute_curve(run: RunReader, stage: str, name: str, max_points: int) -> lis
 
 def list_config_rows(run: RunReader) -> list[tuple[str, Any, Any, bool]]:
     """List (key, value, default, is_changed) for all config keys."""
-    defaults = flatten(default_config())
+    defaults = flatten_config(default_config())
     return [
         (
             key,
@@ -344,7 +344,7 @@ def group_runs(runs: Sequence[RunReader], ignore: Sequence[str] = ()) -> list[di
         A dict per group: `runs` (indices in the argument), `label`, and `settings` (values of the
         keys that differ between groups).
     """
-    defaults = flatten(default_config())
+    defaults = flatten_config(default_config())
 
     def get_comparable_config(run: RunReader) -> dict[str, Any]:
         # Keys that are missing from the run's config had default values.

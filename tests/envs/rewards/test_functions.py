@@ -94,7 +94,7 @@ def test_verl_may_return_further_numbers():
         return {"score": True, **further}
 
     [result], _ = measure(compute_score)
-    assert (result.score, dict(result.others)) == (1.0, {"acc": 0.0, "f1": 0.25})
+    assert (result.score, dict(result.extra_values)) == (1.0, {"acc": 0.0, "f1": 0.25})
 
 
 def test_trl_is_called_once_for_the_group_by_keyword():
