@@ -20,7 +20,7 @@ from jaxrl.logs.eval_summary import (
     format_tables,
     get_held_out_score,
     is_unscored,
-    summarize,
+    summarize_evaluation,
 )
 from jaxrl.logs.metrics import to_json_number
 from jaxrl.logs.records import build_question_record
@@ -223,7 +223,7 @@ def run_suites(
         run_state.pending_usage = ledger
     # Summarize, and free the cache for the update.
     summaries = {
-        suite: summarize(
+        suite: summarize_evaluation(
             groups,
             has_python=settings.has_python,
             tool_environments=settings.tool_environments,

@@ -13,7 +13,7 @@ from jaxrl.logs.eval_summary import (
     format_suite_line,
     format_tables,
     get_subset_sizes,
-    summarize,
+    summarize_evaluation,
 )
 from jaxrl.logs.metrics import count_unscored_suites
 from jaxrl.training.usage import UsageStats
@@ -61,7 +61,7 @@ def questions(trajectories, num_samples=1):
 
 
 def summary(trajectories, *, num_samples=1, ks=(), num_resamples=200, seed=0, **more):
-    return summarize(
+    return summarize_evaluation(
         questions(trajectories, num_samples),
         ks=ks,
         num_resamples=num_resamples,

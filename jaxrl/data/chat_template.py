@@ -117,7 +117,7 @@ class ChatTemplate:
                 for all fields except role and content.
         """
         self._apply, self._mark_tokens = apply, mark_tokens
-        self._cached_frame = functools.lru_cache(self._render_frame)
+        self._cached_rendering = functools.lru_cache(self._render_with_slots)
         self._default_system = self._find_default_system(bos)
         self.dropped_system = ""
         # The response prefix precedes the model's next message but no earlier message.
@@ -173,7 +173,7 @@ class ChatTemplate:
         texts = [(i, part) for i, parts in enumerate(split) for part in parts if part not in tags]
         try:
             text = self._apply(_fill_shape(shape, [part for _, part in texts]), True)
-            frame = self._cached_frame(shape, True)
+            rendering = self._cached_rendering(shape, True)
         except Exception as error:  # a template is a program and may raise anything
             error_type = (
                 "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
@@ -184,7 +184,7 @@ class ChatTemplate:
             ) from error
         # If the marker of a text is missing, the template dropped that text.
         for number, (index, part) in enumerate(texts):
-            if number not in frame and part.strip():
+            if number not in rendering and part.strip():
                 role, content = roles[index], messages[index]["content"]
                 shown = content if len(content) <= 60 else f"{content[:60]}…"
                 raise ValueError(
@@ -198,11 +198,11 @@ class ChatTemplate:
         # Strip the contents if that reproduces the template's own rendering.
         contents = [part for _, part in texts]
         stripped = [content.strip() for content in contents]
-        if "".join(piece.text for piece in _fill_frame(frame, stripped)) == text:
+        if "".join(piece.text for piece in _fill_slots(rendering, stripped)) == text:
             contents = stripped
         # Remove an unwanted default system message.
         if "system" not in roles and not has_default_system:
-            start = frame[0]
+            start = rendering[0]
             assert isinstance(start, ChatPiece)
             default_system, replacement = self._default_system
             if default_system and default_system in start.text:
@@ -210,8 +210,8 @@ class ChatTemplate:
                 start = dataclasses.replace(
                     start, text=start.text.replace(default_system, replacement, 1)
                 )
-            frame = (start, *frame[1:])
-        return _fill_frame(frame, contents)
+            rendering = (start, *rendering[1:])
+        return _fill_slots(rendering, contents)
 
     def render_turn(self, message: Message) -> str:
         """Render an assistant message that calls a tool, as the model would generate it.
@@ -309,22 +309,22 @@ class ChatTemplate:
         except Exception:  # the template requires the value
             return True
 
-    def _render_frame(
+    def _render_with_slots(
         self, shape: Shape, add_generation_prompt: bool
     ) -> tuple[ChatPiece | int, ...]:
-        """Render a chat; return the template's pieces, with an int for each content text."""
+        """Render a chat to pieces, with a slot (the index, an int) for each content text."""
         chat = _fill_shape(shape, _make_markers(shape))
         for index, (_, _, fields) in enumerate(shape):
             if fields:
                 chat[index] |= _mark_strings(json.loads(fields), self._mark_tokens)
         text = self._apply(chat, add_generation_prompt)
-        frame: list[ChatPiece | int] = []
+        rendering: list[ChatPiece | int] = []
         start = 0
         for mark in _MARKER.finditer(text):
-            frame.append(ChatPiece(text[start : mark.start()], False))
-            frame.append(int(mark[1]) if mark[1] else ChatPiece(mark[2], True))
+            rendering.append(ChatPiece(text[start : mark.start()], False))
+            rendering.append(int(mark[1]) if mark[1] else ChatPiece(mark[2], True))
             start = mark.end()
-        return (*frame, ChatPiece(text[start:], False))
+        return (*rendering, ChatPiece(text[start:], False))
 
     def _split_around_roles(
         self, *roles: str, add_generation_prompt: bool = False
@@ -339,12 +339,14 @@ class ChatTemplate:
     ) -> list[str] | None:
         """Return the template's texts around the contents; None if it omits a content."""
         try:
-            frame = self._cached_frame(shape, add_generation_prompt)
+            rendering = self._cached_rendering(shape, add_generation_prompt)
         except Exception:  # if this affects a real chat, `render` reports it
             return None
-        numbers = [part for part in frame if isinstance(part, int)]
+        numbers = [part for part in rendering if isinstance(part, int)]
         is_complete = numbers == [*range(len(_make_markers(shape)))]
-        return [part.text for part in frame if isinstance(part, ChatPiece)] if is_complete else None
+        if not is_complete:
+            return None
+        return [part.text for part in rendering if isinstance(part, ChatPiece)]
 
     def _find_default_system(self, bos: str) -> tuple[str, str]:
         """Return how a chat starts with the default system message, and how it starts without it.
@@ -517,7 +519,9 @@ def _mark_strings(value: Any, mark_tokens: Callable[[str], str]) -> Any:
     return mark_tokens(value) if isinstance(value, str) else value
 
 
-def _fill_frame(frame: Sequence[ChatPiece | int], contents: Sequence[str]) -> list[ChatPiece]:
+def _fill_slots(rendering: Sequence[ChatPiece | int], contents: Sequence[str]) -> list[ChatPiece]:
+    """Replace each content slot, an int, with the content text of that index."""
     return [
-        part if isinstance(part, ChatPiece) else ChatPiece(contents[part], True) for part in frame
+        part if isinstance(part, ChatPiece) else ChatPiece(contents[part], True)
+        for part in rendering
     ]

@@ -61,7 +61,7 @@ class Stream(Generic[Item]):
         # Convert the decimal weights to fractions and scale them to integers, without rounding.
         exact = [Fraction(str(source.weight)) for source in sources]
         scale = math.lcm(*(weight.denominator for weight in exact))
-        self._shares = [int(weight * scale) for weight in exact]
+        self._weights = [int(weight * scale) for weight in exact]
         self._orders = [
             # The first source uses the run's seed. The prime 2654435761 separates the other seeds.
             grain.MapDataset.source(source.items)
@@ -74,23 +74,23 @@ class Stream(Generic[Item]):
     @property
     def epoch_length(self) -> int:
         """Number of items after which every source has completed an epoch (rounded)."""
-        total = sum(self._shares)
-        parts = zip(self._sources, self._shares, strict=True)
-        return max(math.ceil(len(source.items) * total / share) for source, share in parts)
+        total = sum(self._weights)
+        parts = zip(self._sources, self._weights, strict=True)
+        return max(math.ceil(len(source.items) * total / weight) for source, weight in parts)
 
     def get_items(self, position: int, count: int) -> list[Item]:
         """Return `count` items of the stream, starting at `position`."""
-        locations = (locate_item(self._shares, item) for item in range(position, position + count))
+        locations = (locate_item(self._weights, item) for item in range(position, position + count))
         return [self._orders[source][index] for source, index in locations]
 
     def compute_metrics(self, position: int) -> dict[str, float]:
-        """Return the items and epochs taken from each source after `position` items of a mixture.
+        """Return the number of items and epochs of each source in the first `position` items.
 
-        Returns {} for a single source.
+        Returns {} unless the stream is a mixture.
         """
         if len(self._sources) == 1:
             return {}
-        counts = count_items_by_source(self._shares, position)
+        counts = count_items_by_source(self._weights, position)
         metrics: dict[str, float] = {}
         for source, count in zip(self._sources, counts, strict=True):
             metrics[f"tasks/{source.name}/taken"] = count
@@ -98,51 +98,51 @@ class Stream(Generic[Item]):
         return metrics
 
 
-def count_items_by_source(shares: Sequence[int], position: int) -> list[int]:
+def count_items_by_source(weights: Sequence[int], position: int) -> list[int]:
     """Count the items of each source among a mixture's first `position` items.
 
     The first source gets its share, rounded up; the remaining sources divide the rest in the same
     way. The first two counts differ from their exact shares by at most 1; the n-th, by n - 1.
 
     Args:
-        shares: Positive integer weight of each source.
+        weights: Positive integer weight of each source.
         position: Number of items of the mixture.
     """
-    counts, rest, total = [], position, sum(shares)
-    for share in shares:
-        remainder = rest * (total - share) // total
+    counts, rest, total = [], position, sum(weights)
+    for weight in weights:
+        remainder = rest * (total - weight) // total
         counts.append(rest - remainder)
-        rest, total = remainder, total - share
+        rest, total = remainder, total - weight
     return counts
 
 
-def locate_item(shares: Sequence[int], position: int) -> tuple[int, int]:
+def locate_item(weights: Sequence[int], position: int) -> tuple[int, int]:
     """Return the index of the source of a mixture's item, and the item's index in the source."""
     before, after = (
-        count_items_by_source(shares, position),
-        count_items_by_source(shares, position + 1),
+        count_items_by_source(weights, position),
+        count_items_by_source(weights, position + 1),
     )
     source = next(i for i, (a, b) in enumerate(zip(before, after, strict=True)) if b > a)
     return source, before[source]
 
 
 @dataclass(frozen=True)
-class FixedTasks(Generic[Item]):
-    """Fixed list of tasks with the interface of `Stream`. The first task has index `first`."""
+class FixedStream(Generic[Item]):
+    """Fixed list of items with the interface of `Stream`. `first_index` is the first index."""
 
-    tasks: Sequence[Item]
-    first: int
+    items: Sequence[Item]
+    first_index: int
 
     @property
     def num_items(self) -> int:
-        """Number of tasks."""
-        return len(self.tasks)
+        """Number of items."""
+        return len(self.items)
 
     epoch_length = num_items
 
     def get_items(self, start: int, count: int) -> list[Item]:
-        """Return `count` tasks, from stream index `start` on."""
-        return [*self.tasks[start - self.first :][:count]]
+        """Return `count` items, from stream index `start` on."""
+        return [*self.items[start - self.first_index :][:count]]
 
     def compute_metrics(self, num_taken: int) -> dict[str, float]:
         """Return {}, since there are no sources to report."""

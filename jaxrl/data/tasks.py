@@ -194,8 +194,8 @@ class Tasks(Sequence[Task]):
 
     Attributes:
         key: Config key of the source's section, with the prefix `config.`.
-        ids: Hashes of the ids, uint64 [N].
-        questions: Hashes of the questions, uint64 [N, 2]; see `hash_questions`.
+        id_hashes: Hashes of the ids, uint64 [N].
+        question_hashes: Hashes of the questions, uint64 [N, 2]; see `hash_questions`.
     """
 
     def __init__(self, source: TaskSource, show: Callable[[str], None] = lambda _: None):
@@ -234,8 +234,8 @@ class Tasks(Sequence[Task]):
             missing = ", ".join(map(repr, sorted(self._unseen_columns)))
             expected = f"columns of the records; none of them has {missing}"
             reject_value(f"{source.key}.columns", dict(source.columns), expected)
-        self.ids = np.frombuffer(ids, np.uint64)
-        self.questions = np.frombuffer(questions, np.uint64).reshape(-1, 2)
+        self.id_hashes = np.frombuffer(ids, np.uint64)
+        self.question_hashes = np.frombuffer(questions, np.uint64).reshape(-1, 2)
 
     def _read_tasks(self, indices: Sequence[int]) -> list[Task]:
         """Read the tasks at `indices`. Any failure raises a UserCodeError."""
@@ -288,15 +288,13 @@ class Tasks(Sequence[Task]):
         """Return the location `file:row` of a task."""
         return self._reader.location(int(self._indices[index]))
 
-    def select(self, selected: np.ndarray) -> Tasks:
-        """Return the tasks for which the mask `selected`, bool [N], is True."""
+    def select(self, mask: np.ndarray) -> Tasks:
+        """Return the tasks for which `mask`, bool [N], is True."""
         tasks = copy.copy(self)
-        tasks._indices, tasks.ids = self._indices[selected], self.ids[selected]
-        tasks.questions = self.questions[selected]
+        tasks._indices, tasks.id_hashes = self._indices[mask], self.id_hashes[mask]
+        tasks.question_hashes = self.question_hashes[mask]
         if self._cached_tasks is not None:
-            tasks._cached_tasks = [
-                t for t, k in zip(self._cached_tasks, selected, strict=True) if k
-            ]
+            tasks._cached_tasks = [t for t, k in zip(self._cached_tasks, mask, strict=True) if k]
         return tasks
 
 
@@ -362,7 +360,7 @@ def read_tasks(source: str | Path, key: str, *, split: str = "train") -> list[Ta
 def check_ids(sources: Sequence[Tasks]) -> None:
     """Raise a ValueError if two tasks have the same id."""
     all_tasks = Mixture([Source(items=tasks) for tasks in sources])
-    ids = np.concatenate([tasks.ids for tasks in sources])
+    ids = np.concatenate([tasks.id_hashes for tasks in sources])
     order = np.argsort(ids, kind="stable")
     duplicates = np.flatnonzero(ids[order][1:] == ids[order][:-1])
     pairs = sorted((int(order[i + 1]), int(order[i])) for i in duplicates)
@@ -402,7 +400,7 @@ RESERVED = ("all", "mean")
 
 
 def describe_overlap(tasks: Sequence[Task], held_out: Sequence[Task]) -> str:
-    """Return a warning if the training tasks contain held-out questions, else "".
+    """Return a warning if training tasks contain held-out questions, else "".
 
     The comparison ignores case, whitespace and final punctuation. Two chats match if their messages
     or their questions in the metadata (verl's `extra_info`) match. Images must match too.
@@ -443,7 +441,7 @@ def hash_questions(tasks: Sequence[Task]) -> np.ndarray:
     For any other task, the two hashes are equal.
     """
     if isinstance(tasks, Tasks):
-        return tasks.questions
+        return tasks.question_hashes
     if isinstance(tasks, Mixture) and tasks.sources:
         return np.concatenate([hash_questions(source.items) for source in tasks.sources])
     hashes = array("Q")

@@ -149,7 +149,7 @@ class Display:
             self.log(text)
 
     def make_progress_callback(self, label: str) -> Callable[[int, int], None]:
-        """Create a callback `(done, total)` that shows progress as a status message."""
+        """Return a callback `(done, total)` that shows progress as a status message."""
         return lambda done, total: self.show_activity(f"{label} {done:,}/{total:,}")
 
     def _end_activity(self) -> None:

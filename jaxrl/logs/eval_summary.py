@@ -75,7 +75,7 @@ class EvalSummary:
     weights: dict[str, float] = field(default_factory=dict)
 
 
-def summarize(
+def summarize_evaluation(
     questions: Sequence[Group],
     *,
     has_python: bool = False,
@@ -115,7 +115,7 @@ def summarize(
     names = list(dict.fromkeys(name for metrics in measured for name in metrics))
     values = np.array([[m.get(name, math.nan) for name in names] for m in measured])
     # Means and bootstrap resamples of each dataset and of all questions.
-    rows_by_source, rows_within_source = _group_rows(questions)
+    rows_by_source, rows_within_source = _group_questions(questions)
     rows_by_dataset = {"all": list(range(len(questions)))} | rows_by_source | rows_within_source
     rng = np.random.default_rng(seed)
     means = {
@@ -204,8 +204,10 @@ def _get_reward_parts(trajectory: Trajectory) -> Mapping[str, float]:
     return {TOTAL_REWARD: trajectory.reward, **parts} if trajectory.task.environment else parts
 
 
-def _group_rows(questions: Sequence[Group]) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
-    """Group question indices by data source, or by environment if there are several.
+def _group_questions(
+    questions: Sequence[Group],
+) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+    """Group question indices by environment if there are several environments, else by data source.
 
     The second result groups the indices of an environment with several data sources under names
     such as `search/nq`.
@@ -213,14 +215,14 @@ def _group_rows(questions: Sequence[Group]) -> tuple[dict[str, list[int]], dict[
     tasks = [question.trajectories[0].task for question in questions]
     by_source: dict[str, list[int]] = {}
     within_source: dict[str, list[int]] = {}
-    for row, task in enumerate(tasks):
-        by_source.setdefault(task.environment or task.data_source, []).append(row)
+    for index, task in enumerate(tasks):
+        by_source.setdefault(task.environment or task.data_source, []).append(index)
         if task.environment:
-            within_source.setdefault(f"{task.environment}/{task.data_source}", []).append(row)
+            within_source.setdefault(f"{task.environment}/{task.data_source}", []).append(index)
     names = [name.partition("/")[0] for name in within_source]
     return by_source, {
-        name: rows
-        for name, rows in within_source.items()
+        name: indices
+        for name, indices in within_source.items()
         if names.count(name.partition("/")[0]) > 1
     }
 

@@ -126,7 +126,7 @@ def _make_image_records(images: Iterable[Picture]) -> list[dict[str, Any]]:
 def build_question_record(trajectory: Trajectory, error: str) -> dict[str, Any]:
     """Convert an evaluation trajectory to its record in the evaluation file.
 
-    `error` is the message of its environment error, or "".
+    `error` is the message of the trajectory's environment error, or "".
     """
     return {
         "task_id": trajectory.task_id,

@@ -79,7 +79,7 @@ def _compute_win_probability(
 
 
 def compute_column_means(values: np.ndarray) -> np.ndarray:
-    """Return the column means, float [M], of `values` [Q, M] without NaN; NaN if all are NaN."""
+    """Return the column means, float [M], of `values` [Q, M], ignoring NaN; NaN if all are NaN."""
     return _divide_by_counts(_append_mask(values).sum(axis=0))
 
 

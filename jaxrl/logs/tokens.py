@@ -20,7 +20,7 @@ from jaxrl.types import Batch, Group, Params, Trajectory, flatten_groups
 
 
 def make_token_logger(
-    count: int, score: ScoreStep, shape: BatchShape, method: Method
+    num_trajectories: int, score: ScoreStep, shape: BatchShape, method: Method
 ) -> TokenLogger:
     """Return `token_logger(groups, controllers, params, ref_params)`.
 
@@ -31,7 +31,7 @@ def make_token_logger(
     parameters differ.
 
     Args:
-        count: Number of trajectories per step to score; -1 for all.
+        num_trajectories: Number of trajectories per step to score; -1 for all.
         score: Function that computes logprobs.
         shape: Shape of a mini-batch.
         method: Training method.
@@ -57,7 +57,7 @@ def make_token_logger(
                     trajectories, controllers, method.kl
                 )
             for row, (index, trajectory) in enumerate(minibatch.items()):
-                if count < 0 or index < count:
+                if num_trajectories < 0 or index < num_trajectories:
                     trained[index], mask = trajectory, trajectory.loss_mask
                     token_arrays[index] = {
                         n: np.where(mask, x[row], 0.0) for n, x in arrays.items()

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.data import serialization
-from jaxrl.data.stream import FixedTasks, Stream
+from jaxrl.data.stream import FixedStream, Stream
 from jaxrl.envs.base import CallRecord, OutageError, Task
 from jaxrl.logs.metrics import compute_group_metrics, compute_search_metrics
 from jaxrl.objectives.filters import needs_resampling
@@ -154,7 +154,7 @@ class StepSampler:
 
 def collect(
     sampler: StepSampler,
-    stream: Stream[Task] | FixedTasks[Task],
+    stream: Stream[Task] | FixedStream[Task],
     method: Method,
     *,
     num_tasks_taken: int = 0,
@@ -253,7 +253,7 @@ _WARN_EVERY = 10
 
 
 def draw_tasks(
-    stream: Stream[Task] | FixedTasks[Task],
+    stream: Stream[Task] | FixedStream[Task],
     num_tasks_taken: int,
     num_tasks: int,
     skip_set: SkipSet | None = None,

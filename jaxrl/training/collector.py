@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from jaxrl.data.stream import FixedTasks, Stream
+from jaxrl.data.stream import FixedStream, Stream
 from jaxrl.envs.base import Task
 from jaxrl.logs.steps import compute_engine_metrics, compute_wait_metrics
 from jaxrl.runtime import distributed
@@ -81,7 +81,7 @@ class Collector:
             policy_version,
             self.run_state.should_stop,
             method,
-            FixedTasks(tasks, first_index),
+            FixedStream(tasks, first_index),
         )
 
     def prefetch(
@@ -126,7 +126,7 @@ class Collector:
         policy_version: int,
         should_stop: Callable[[], bool],
         method: Method | None = None,
-        stream: Stream[Task] | FixedTasks[Task] | None = None,
+        stream: Stream[Task] | FixedStream[Task] | None = None,
     ) -> CollectedGroups:
         """Collect a step's groups and metrics, starting from `progress`.
 

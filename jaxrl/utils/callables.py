@@ -17,7 +17,7 @@ MAX_ERROR_CHARS = 2000
 
 
 class UserCodeError(ValueError):
-    """Error raised when user code fails or returns an invalid value. The message names the key."""
+    """Error raised when user code fails or returns an invalid value. It names the config key."""
 
 
 @dataclass(frozen=True, kw_only=True)

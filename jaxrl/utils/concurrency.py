@@ -140,15 +140,15 @@ def start_calls(calls: Sequence[Callable[[], Result]], *, max_threads: int) -> l
     return futures
 
 
-def call_once(make: Callable[[], Result]) -> Callable[[], Result]:
-    """Wrap `make` to run only once, even if threads call it concurrently, and cache its result."""
-    lock, cached = threading.Lock(), functools.cache(make)
+def call_once(function: Callable[[], Result]) -> Callable[[], Result]:
+    """Wrap `function` to run once, even if threads call it concurrently; cache the result."""
+    lock, cached = threading.Lock(), functools.cache(function)
 
-    def make_once() -> Result:
+    def get_result() -> Result:
         with lock:
             return cached()
 
-    return make_once
+    return get_result
 
 
 def start_event_loop(name: str) -> asyncio.AbstractEventLoop:

@@ -41,7 +41,7 @@ _locked_folders: dict[Path, int] = {}
 
 
 def check_not_moved(path: Path) -> None:
-    """Check, before a write to `path`, that the locked folder around it still exists.
+    """Check that the locked folder containing `path` still exists, before writing to it.
 
     Raises:
         FolderMovedError: The folder was moved, removed or replaced.

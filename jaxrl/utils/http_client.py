@@ -64,20 +64,20 @@ class JsonClient:
     and errors are redacted.
     """
 
-    def __init__(self, bounds: ClientLimits, *, headers: Mapping[str, str] | None = None) -> None:
-        self._bounds = bounds
+    def __init__(self, limits: ClientLimits, *, headers: Mapping[str, str] | None = None) -> None:
+        self._limits = limits
         headers = {"Accept": "application/json", **(headers or {})}
         register_secret(headers.get("Authorization", "").partition(" ")[2])  # may be base64
-        limits = httpx2.Limits(
-            max_connections=bounds.connections,
-            max_keepalive_connections=bounds.connections,
+        pool_limits = httpx2.Limits(
+            max_connections=limits.connections,
+            max_keepalive_connections=limits.connections,
             keepalive_expiry=_KEEP_ALIVE_S,
         )
         # `_fetch` limits the total time; httpx's timeout would limit each read.
         self._client = httpx2.AsyncClient(
-            headers=headers, limits=limits, timeout=None, verify=_make_ssl_context()
+            headers=headers, limits=pool_limits, timeout=None, verify=_make_ssl_context()
         )
-        self._semaphore = asyncio.Semaphore(bounds.connections)
+        self._semaphore = asyncio.Semaphore(limits.connections)
         weakref.finalize(self, _close_client, self._client).atexit = False
 
     def send_all(self, requests: Sequence[HttpRequest]) -> list[Any | ToolError]:
@@ -105,7 +105,7 @@ class JsonClient:
             return self._make_tool_error(request, f"gives {problem}: {_format_body(body)}")
 
     async def _fetch(self, request: HttpRequest) -> bytes | ToolError:
-        limit_s = self._bounds.timeout_s
+        limit_s = self._limits.timeout_s
         async with self._semaphore:
             try:
                 async with asyncio.timeout(limit_s):
@@ -136,8 +136,8 @@ class JsonClient:
             body = bytearray()
             async for chunk in response.aiter_bytes():
                 body += chunk
-                if len(body) > self._bounds.max_mib * 2**20:
-                    text = f"responds with more than {self._bounds.max_mib:g} MiB"
+                if len(body) > self._limits.max_mib * 2**20:
+                    text = f"responds with more than {self._limits.max_mib:g} MiB"
                     raise self._make_tool_error(request, text)
             if response.is_success:
                 return bytes(body)

@@ -112,7 +112,7 @@ def download_model(
 ) -> Path:
     """Return the local folder of a model. Download it if `name` starts with `hf://`.
 
-    For the arguments, see `download`.
+    For the arguments, see `download_hub_files`.
 
     Raises:
         ValueError, OSError: The name is malformed, or the download failed.

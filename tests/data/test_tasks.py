@@ -504,7 +504,9 @@ class TestHoldout:
         config = debug_tiny.get_config(str(tiny_world))
         config.tasks.eval.source, config.tasks.eval.holdout = "", 0.25
         trained, held_out = open_all_tasks(validate(config), print)
-        assert {*trained.sources[0].items.ids} & {*held_out.sources[0].items.ids} == set()
+        assert {*trained.sources[0].items.id_hashes} & {
+            *held_out.sources[0].items.id_hashes
+        } == set()
         config.stages, config.tasks.train.split = ("evaluate",), "train"
         nothing, evaluated = open_all_tasks(validate(config), print)
         assert ([*nothing], [*evaluated]) == ([], [*held_out])
@@ -520,7 +522,7 @@ class TestLargeSources:
         assert len(parsed) == 4
         few = tasks.select(np.arange(25) % 5 == 0)
         assert [task.id for task in few] == ["q0", "q5", "q10", "q15", "q20"]
-        assert (few[3].id, len(few), few.ids.shape) == ("q15", 5, (5,))
+        assert (few[3].id, len(few), few.id_hashes.shape) == ("q15", 5, (5,))
 
     def test_a_file_that_changes_during_the_run_is_reported(self, tmp_path, many):
         file = write_jsonl(tmp_path / "a.jsonl")
