@@ -361,13 +361,13 @@ def _parse_part(part: Any, folder: Path) -> tuple[str, Picture | None]:
 
 def _parse_images(fields: dict[str, Any], folder: Path) -> tuple[Picture, ...]:
     """Parse the fields `images` and `videos` of a record to one tuple."""
-    pictures: list[Picture] = []
+    images: list[Picture] = []
     for name, parse in (("images", parse_images), ("videos", parse_videos)):
         try:
-            pictures += parse(fields.get(name), folder)
+            images += parse(fields.get(name), folder)
         except ValueError as error:
             raise ValueError(f"{name!r}: {error}.") from error
-    return tuple(pictures)
+    return tuple(images)
 
 
 def _format_fields(fields: dict[str, Any]) -> str:

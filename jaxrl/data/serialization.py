@@ -117,14 +117,14 @@ def serialize_turn(turn: Turn) -> dict[str, Any]:
     return always | {name: value for name, value in rare.items() if value}
 
 
-def _serialize_image(picture: Picture) -> dict[str, Any]:
+def _serialize_image(image: Picture) -> dict[str, Any]:
     """Convert an image to its path and digest, or to base64 bytes if it has no file."""
-    if isinstance(picture, Video) and picture.frames:
-        return {"frames": list(map(_serialize_image, picture.frames)), "fps": picture.fps}
-    kind = {"is_video": True} if isinstance(picture, Video) else {}
-    if picture.path:
-        return {"path": picture.path, "digest": picture.digest, **kind}
-    return {"data": base64.b64encode(picture.data).decode("ascii"), **kind}
+    if isinstance(image, Video) and image.frames:
+        return {"frames": list(map(_serialize_image, image.frames)), "fps": image.fps}
+    kind = {"is_video": True} if isinstance(image, Video) else {}
+    if image.path:
+        return {"path": image.path, "digest": image.digest, **kind}
+    return {"data": base64.b64encode(image.data).decode("ascii"), **kind}
 
 
 def _deserialize_images(saved: Mapping[str, Any]) -> tuple[Picture, ...]:
@@ -137,17 +137,17 @@ def _deserialize_image(saved: Mapping[str, Any]) -> Picture:
     file_type = Video if saved.get("is_video") else Picture
     if "data" in saved:
         return file_type(data=base64.b64decode(saved["data"]))
-    picture = file_type(path=saved["path"])
+    image = file_type(path=saved["path"])
     try:
-        problem = "" if picture.digest == saved["digest"] else "was changed"
+        problem = "" if image.digest == saved["digest"] else "was changed"
     except OSError as error:
         problem = f"cannot be read ({error.strerror or error})"
     if problem:
         raise UnreadableImageError(
-            f"{picture.path}, which the run used for sampling, {problem}; restore it, or start a "
+            f"{image.path}, which the run used for sampling, {problem}; restore it, or start a "
             "new run with another --workdir."
         )
-    return picture
+    return image
 
 
 def _deserialize_records(saved: Iterable[Mapping[str, Any]]) -> tuple[CallRecord, ...]:

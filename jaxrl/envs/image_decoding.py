@@ -28,30 +28,30 @@ has the wrong type."""
 _ORIENTATION = 0x0112
 
 
-def open_image(picture: Picture) -> PIL.Image.Image:
+def open_image(encoded_image: Picture) -> PIL.Image.Image:
     """Open an image without reading its pixels.
 
     Raises:
         UnreadableImageError: The image has more than `MAX_PIXELS` pixels or 8 bits per value.
         Exception: The image is damaged or has an unsupported format; see `wrap_image_errors`.
     """
-    source = picture.path if picture.path else io.BytesIO(picture.data)
+    source = encoded_image.path if encoded_image.path else io.BytesIO(encoded_image.data)
     image = PIL.Image.open(source, formats=FORMATS)
     if image.width * image.height > MAX_PIXELS:
         raise UnreadableImageError(
-            f"{picture.name} is an image of {image.width} x {image.height} pixels; expected at "
-            f"most {MAX_PIXELS:,}. Make it smaller."
+            f"{encoded_image.name} is an image of {image.width} x {image.height} pixels; expected "
+            f"at most {MAX_PIXELS:,}. Make it smaller."
         )
     if image.mode.startswith(("I", "F")):
         raise UnreadableImageError(
-            f"{picture.name} is an image of mode {image.mode}, with more than 8 bits per value, "
-            "which would be clipped to white; save it with 8 bits."
+            f"{encoded_image.name} is an image of mode {image.mode}, with more than 8 bits per "
+            "value, which would be clipped to white; save it with 8 bits."
         )
     return image
 
 
 @contextmanager
-def wrap_image_errors(picture: Picture) -> Iterator[None]:
+def wrap_image_errors(encoded_image: Picture) -> Iterator[None]:
     """Convert any exception in the block to an `UnreadableImageError`."""
     try:
         yield
@@ -61,8 +61,10 @@ def wrap_image_errors(picture: Picture) -> Iterator[None]:
         why = " ".join(str(error).split())
         if isinstance(error, PIL.UnidentifiedImageError):  # its text may show a memory address
             why = f"its format is none of {', '.join(FORMATS)}"
-        kind = "a video" if picture.tag == VIDEO_TAG else "an image"
-        raise UnreadableImageError(f"{picture.name} cannot be read as {kind}: {why}") from error
+        kind = "a video" if encoded_image.tag == VIDEO_TAG else "an image"
+        raise UnreadableImageError(
+            f"{encoded_image.name} cannot be read as {kind}: {why}"
+        ) from error
 
 
 def read_orientation(image: PIL.Image.Image) -> int | None:

@@ -188,11 +188,11 @@ def write_samples(
 def write_images(workdir: Path, trajectories: Iterable[Trajectory]) -> None:
     """Write images that have no file to `images/<digest>`, unless already written."""
     for trajectory in trajectories:
-        for picture in [file for image in trajectory.pictures for file in image.files]:
-            file = workdir / "images" / picture.digest
-            if not picture.path and not file.exists():
+        for image_file in [f for image in trajectory.pictures for f in image.files]:
+            file = workdir / "images" / image_file.digest
+            if not image_file.path and not file.exists():
                 with atomic_write(file) as temp_path:
-                    temp_path.write_bytes(picture.data)
+                    temp_path.write_bytes(image_file.data)
 
 
 def write_trajectories(

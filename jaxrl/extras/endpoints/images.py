@@ -16,54 +16,54 @@ _FORMATS = ("PNG", "JPEG")
 _GRAY = (128, 128, 128)
 
 
-def prepare_image(picture: Picture, *, is_blank: bool = False) -> Picture:
+def prepare_image(encoded_image: Picture, *, is_blank: bool = False) -> Picture:
     """Return the image as an upright PNG, or unchanged if it is an upright PNG or JPEG.
 
     A video file is returned unchanged.
 
     Args:
-        picture: Image in any format that Pillow can read, or a video file.
+        encoded_image: Image in any format that Pillow can read, or a video file.
         is_blank: True to return a gray image of the same size.
 
     Raises:
         UnreadableImageError: The image is damaged, the video file cannot be read, or the video is
             a list of frames or must be blank.
     """
-    if isinstance(picture, Video):
-        if picture.frames or is_blank:
+    if isinstance(encoded_image, Video):
+        if encoded_image.frames or is_blank:
             problem = (
                 "a list of frames; expected a video file, which endpoints accept"
-                if picture.frames
+                if encoded_image.frames
                 else "a video in the suite blank_images; expected images, or leave out the suite"
             )
-            raise UnreadableImageError(f"{picture.name} is {problem}.")
-        with wrap_image_errors(picture):
-            picture.read()
-        return picture
-    with wrap_image_errors(picture), open_image(picture) as image:
+            raise UnreadableImageError(f"{encoded_image.name} is {problem}.")
+        with wrap_image_errors(encoded_image):
+            encoded_image.read()
+        return encoded_image
+    with wrap_image_errors(encoded_image), open_image(encoded_image) as image:
         if not is_blank and image.format in _FORMATS and read_orientation(image) in (None, 1):
-            return Picture(data=picture.read())
+            return Picture(data=encoded_image.read())
         rotated = load_upright(image)
     file = io.BytesIO()
     (PIL.Image.new("RGB", rotated.size, _GRAY) if is_blank else rotated).save(file, "PNG")
     return Picture(data=file.getvalue())
 
 
-def format_part(picture: Picture, url: str) -> dict[str, Any]:
+def format_part(encoded_image: Picture, url: str) -> dict[str, Any]:
     """Return an image or a video as a content part of a message.
 
     OpenAI's API does not accept videos; vLLM and SGLang accept `video_url`
     (https://docs.vllm.ai/en/stable/features/multimodal_inputs.html).
     """
-    kind = "video_url" if isinstance(picture, Video) else "image_url"
+    kind = "video_url" if isinstance(encoded_image, Video) else "image_url"
     return {"type": kind, kind: {"url": url}}
 
 
-def make_data_url(picture: Picture) -> str:
+def make_data_url(encoded_image: Picture) -> str:
     """Encode a PNG or JPEG image, or a video file, as a `data:` URL."""
-    data = picture.read()
-    if isinstance(picture, Video):
-        kind = mimetypes.guess_type(picture.path)[0] or "video/mp4"
+    data = encoded_image.read()
+    if isinstance(encoded_image, Video):
+        kind = mimetypes.guess_type(encoded_image.path)[0] or "video/mp4"
     else:
         kind = "image/jpeg" if data.startswith(b"\xff\xd8") else "image/png"
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"

@@ -121,17 +121,17 @@ class HFImageProcessor:
         self._cache: OrderedDict[str, Image] = OrderedDict()
         self._num_bytes = 0
 
-    def num_tokens(self, picture: Picture) -> int:
+    def num_tokens(self, image: Picture) -> int:
         """Return the number of tokens of an image. Only the file's header is read.
 
         Raises:
             UnreadableError: The file is not an image.
         """
-        if isinstance(picture, Video):
-            layout = self._compute_video_layout(picture)
+        if isinstance(image, Video):
+            layout = self._compute_video_layout(image)
             return self._count_video_tokens(math.prod(layout.grid), layout.times)
-        with wrap_image_errors(picture), open_image(picture) as image:
-            width, height = read_upright_size(image)
+        with wrap_image_errors(image), open_image(image) as opened:
+            width, height = read_upright_size(opened)
         limits = {
             "min_pixels": self._size["shortest_edge"],
             "max_pixels": self._size["longest_edge"],
@@ -140,7 +140,7 @@ class HFImageProcessor:
             count = self._processor.get_number_of_image_patches(height, width, limits)
         except ValueError as error:  # extreme aspect ratio
             raise UnreadableImageError(
-                f"{picture.name} has {width} x {height} pixels: {error}"
+                f"{image.name} has {width} x {height} pixels: {error}"
             ) from error
         return int(count) // self.num_patches_per_token
 
@@ -158,24 +158,24 @@ class HFImageProcessor:
         """Return a processor that replaces images with blank images."""
         return BlankProcessor(self)
 
-    def __call__(self, picture: Picture) -> Image:
+    def __call__(self, image: Picture) -> Image:
         """Decode an image and split it into patches.
 
         Raises:
             UnreadableError: The file is corrupt or not an image.
         """
-        with wrap_image_errors(picture):
-            digest = picture.digest
+        with wrap_image_errors(image):
+            digest = image.digest
         with self._lock:
             if digest in self._cache:
                 self._cache.move_to_end(digest)
                 return self._cache[digest]
-        if isinstance(picture, Video):
-            processed = self._process_video(picture)
+        if isinstance(image, Video):
+            processed = self._process_video(image)
         else:
-            with wrap_image_errors(picture):
-                with open_image(picture) as image:
-                    upright_image = load_upright(image)
+            with wrap_image_errors(image):
+                with open_image(image) as opened:
+                    upright_image = load_upright(opened)
                 fields = self._processor(upright_image, size=self._size, return_tensors="np")
             t, h, w = (int(n) for n in fields["image_grid_thw"][0])
             patches = np.asarray(fields["pixel_values"], np.float32)
@@ -263,14 +263,14 @@ class BlankProcessor(HFImageProcessor):
         )
         self.video_rules = processor.video_rules
 
-    def num_tokens(self, picture: Picture) -> int:
+    def num_tokens(self, image: Picture) -> int:
         """See `HFImageProcessor.num_tokens`."""
-        return self._inner.num_tokens(picture)
+        return self._inner.num_tokens(image)
 
-    def __call__(self, picture: Picture) -> Image:
+    def __call__(self, image: Picture) -> Image:
         """Return patches of zeros, which represent the mean image color."""
-        image = self._inner(picture)
-        return dataclasses.replace(image, patches=np.zeros_like(image.patches))
+        processed = self._inner(image)
+        return dataclasses.replace(processed, patches=np.zeros_like(processed.patches))
 
 
 def _load_processor(folder: str) -> Any:
