@@ -380,13 +380,13 @@ def detect_reward_drop(history: StepHistory, min_drop: float) -> RuleResult:
     )
 
 
-def detect_entropy_change(history: StepHistory, share: float) -> RuleResult:
+def detect_entropy_change(history: StepHistory, min_fraction: float) -> RuleResult:
     """Detect identical wrong answers, or unusually low or high entropy."""
     now = history.now
     entropy, prior = now["entropy"], history.get_baseline_values("entropy")
     if entropy is None:
         return None
-    is_alike = (now["alike"] or 0.0) >= max(share, 0.9) and (now["signal"] or 0.0) <= 0.1
+    is_alike = (now["alike"] or 0.0) >= max(min_fraction, 0.9) and (now["signal"] or 0.0) <= 0.1
     # A policy that has learned the task also samples identical responses. Average the accuracy
     # over several steps, since the accuracy of a small batch is noisy.
     accuracy = [step["correct"] or 0.0 for step in [*history.past, now][-ACCURACY_STEPS:]]
@@ -449,10 +449,12 @@ _SHARE_SIGNS = {
 """For each statistic: name of the sign, description of the responses, and advice."""
 
 
-def detect_bad_response_increase(history: StepHistory, name: str, share: float) -> RuleResult:
+def detect_bad_response_increase(
+    history: StepHistory, name: str, min_fraction: float
+) -> RuleResult:
     """Detect a rise in the fraction of bad responses, for the statistic `name`."""
     now, prior = history.now[name], history.get_baseline_values(name)
-    if now is None or len(prior) < MIN_PRIOR or now < share:
+    if now is None or len(prior) < MIN_PRIOR or now < min_fraction:
         return None
     typical = median(prior)
     std_error = math.sqrt(max(typical * (1 - typical), 0.02) / history.now["groups"])
