@@ -142,13 +142,19 @@ def merge_update_metrics(update_metrics: Sequence[Mapping[str, Metric]]) -> dict
 
 
 def compute_packing_metrics(minibatches: Sequence[PackedBatch]) -> dict[str, float]:
-    """Compute the padding, load imbalance, and fraction of tokens saved by shared prompts."""
-    num_tokens = sum(packed.num_tokens for packed in minibatches)
+    """Compute the padding, load imbalance, and fraction of tokens saved by shared prompts.
+
+    Trajectories without a gradient count too; empty mini-batches do not.
+    """
+    batches = [*minibatches, *(packed.rest for packed in minibatches if packed.rest is not None)]
+    num_tokens = max(sum(packed.num_tokens for packed in batches), 1)
+    num_shared = sum(packed.num_shared for packed in batches)
+    num_slots = sum(packed.num_micro * packed.batch.token_ids[0].size for packed in batches)
+    imbalance = sum(packed.num_tokens * packed.imbalance for packed in batches)
     return {
-        "rollout/shared_tokens": sum(packed.num_shared for packed in minibatches)
-        / max(num_tokens, 1),
-        "rollout/padding": float(np.mean([packed.padding for packed in minibatches])),
-        "rollout/imbalance": float(np.mean([packed.imbalance for packed in minibatches])),
+        "rollout/shared_tokens": num_shared / num_tokens,
+        "rollout/padding": 1 - (num_tokens - num_shared) / num_slots if num_slots else 0.0,
+        "rollout/imbalance": imbalance / num_tokens,
     }
 
 

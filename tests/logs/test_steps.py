@@ -13,6 +13,7 @@ from jaxrl.logs.steps import (
     compute_engine_metrics,
     compute_entropy_window_metrics,
     compute_kl_metrics,
+    compute_packing_metrics,
     merge_update_metrics,
 )
 from jaxrl.objectives.metrics import Metric
@@ -52,6 +53,32 @@ def test_an_update_without_a_value_is_left_out_of_the_mean():
     merged = merge_update_metrics([update(1.0, math.nan, 2.0), update(3.0, 1.0, math.nan)])
     assert merged == {"actor/pg_loss": 2.0, "x/gap": 1.0, "actor/grad_norm": 2.0}
     assert math.isnan(merge_update_metrics([update(1.0, math.nan, 2.0)])["x/gap"])
+
+
+def pack(num_micro, num_tokens, num_shared=0, imbalance=0.0, rest=None):
+    """Return the fields that the metrics read, of a mini-batch with 2 rows of 10 tokens."""
+    return SimpleNamespace(
+        batch=SimpleNamespace(token_ids=np.zeros((3, 2, 10))),
+        num_micro=num_micro,
+        num_tokens=num_tokens,
+        num_shared=num_shared,
+        imbalance=imbalance,
+        rest=rest,
+    )
+
+
+def test_padding_is_that_of_all_slots_and_ignores_empty_minibatches():
+    minibatches = [
+        pack(0, 0, rest=pack(1, 15, imbalance=0.4)),
+        pack(2, 45, num_shared=15),
+        pack(0, 0),
+    ]
+    assert compute_packing_metrics(minibatches) == {
+        "rollout/padding": pytest.approx(1 - (15 + 30) / 60),
+        "rollout/shared_tokens": pytest.approx(15 / 60),
+        "rollout/imbalance": pytest.approx(0.4 * 15 / 60),
+    }
+    assert compute_packing_metrics([pack(0, 0)])["rollout/padding"] == 0
 
 
 @pytest.mark.parametrize(
