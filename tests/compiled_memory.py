@@ -188,7 +188,7 @@ def abstract_batch(config: ResolvedConfig, policy: Model) -> Batch:
     """Return an abstract mini-batch of the train stage."""
     shape = shape_of(config, policy)
     whole = shape.num_micro, shape.micro_rows, shape.row_tokens
-    fields = list_token_fields(config.optimizer, config.filter, config.kl)
+    fields = list_token_fields(config.optimizer, config.filter, config.loss, config.kl)
     given = {**shape.token_arrays, **(shape.tower.input_arrays if shape.tower else {})}
     batch = make_batch(
         whole,

@@ -30,7 +30,7 @@ from tests.runs import (
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_pictures", "one_size")
 
-SEEDS, MORE_SEEDS = range(1), range(1, 37)
+SEEDS, MORE_SEEDS = range(1), range(1, 52)
 # Choices that only make sense with others bring them along.
 GATED = {"shaping.boundary_aware": True, "eval.every_steps": 1, "eval.suites": ("greedy",)}
 GSPO = {
@@ -81,6 +81,7 @@ DIMENSIONS = [
     options("loss.clip.dual_clip", (0.0, 3.0)),
     options("loss.entropy_coef", (0.0, 0.01)),
     options("loss.mask_observations", (True, True, False)),
+    options("loss.old_logprobs", ("trainer", "trainer", "sampler")),
     options("loss.correction.level", ("none", "token", "sequence")),
     options("loss.correction.mode", ("truncate", "mask")),
     options("kl.coef", (0.0, 0.05, 0.05)),

@@ -254,24 +254,29 @@ def _find_method_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
         yield "loss.aggregation", "'seq-mean-token-mean' with loss.name='gspo'"
     loss_corrects = loss.name == "dppo" and loss.dppo.anchor == "rollout"
     is_corrected = correction.level != "none"
-    uses_rollout_logprobs = loss.token_filter.name == "off_policy" or loss_corrects or is_corrected
+    is_old_sampler = loss.old_logprobs == "sampler"
+    uses_rollout_logprobs = (
+        loss.token_filter.name == "off_policy" or loss_corrects or is_corrected or is_old_sampler
+    )
     if not loss.mask_observations and uses_rollout_logprobs:
         yield (
             "loss.mask_observations",
-            "True with loss.correction.level, loss.token_filter.name='off_policy' or "
-            "loss.dppo.anchor='rollout'",
+            "True with loss.correction.level, loss.token_filter.name='off_policy', "
+            "loss.dppo.anchor='rollout' or loss.old_logprobs='sampler'",
         )
     if loss_corrects and is_corrected and correction.mode != "reject":
         yield (
             "loss.correction.level",
             "'none', or loss.correction.mode='reject', with loss.dppo.anchor='rollout'",
         )
+    if is_old_sampler and is_corrected:
+        yield "loss.correction.level", "'none' with loss.old_logprobs='sampler'"
     is_stale = rollout.async_level == 1 or c.filter.unfinished_tasks > 0
-    if is_stale and not is_corrected and not loss_corrects:
+    if is_stale and not (is_corrected or loss_corrects or is_old_sampler):
         yield (
             "loss.correction.level",
-            "'token' or 'sequence' with rollout.async_level=1 or filter.unfinished_tasks, which "
-            "train on trajectories of older weights",
+            "'token' or 'sequence', or loss.old_logprobs='sampler', with rollout.async_level=1 or "
+            "filter.unfinished_tasks, which train on trajectories of older weights",
         )
     if correction.level == "geometric" and correction.mode != "reject":
         yield "loss.correction.mode", "'reject' with loss.correction.level='geometric'"

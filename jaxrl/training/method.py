@@ -41,6 +41,7 @@ class LossSettings:
     correction: Mapping[str, Any] = field(hash=False)
     entropy_coef: float
     mask_observations: bool
+    old_logprobs: str  # `trainer` or `sampler`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,14 +201,18 @@ class Method:
         return self.kl.coef != 0 and self.kl.anchor == "ref"
 
 
-def old_logprobs_are_current(optimizer: OptimizerSettings, filter: FilterSettings) -> bool:
-    """Return True if the old log-probabilities can come from the forward pass of the update.
+def needs_old_logprobs(
+    optimizer: OptimizerSettings, filter: FilterSettings, loss: LossSettings
+) -> bool:
+    """Return True if the trainer must score batches before their updates.
 
-    This requires a single optimizer step per batch, and samples from the current policy only.
+    Otherwise, the old log-probabilities are those of the sampler, or come from the forward pass of
+    the update. The latter requires a single optimizer step per batch, and samples from the current
+    policy only.
     """
-    return optimizer.num_minibatches * optimizer.num_epochs == 1 and not carries_over_samples(
-        filter
-    )
+    has_one_update = optimizer.num_minibatches * optimizer.num_epochs == 1
+    are_current = has_one_update and not carries_over_samples(filter)
+    return loss.old_logprobs == "trainer" and not are_current
 
 
 def carries_over_samples(filter: FilterSettings) -> bool:
@@ -232,11 +237,11 @@ def uses_token_kl_weights(kl: KLSettings) -> bool:
 
 
 def list_token_fields(
-    optimizer: OptimizerSettings, filter: FilterSettings, kl: KLSettings
+    optimizer: OptimizerSettings, filter: FilterSettings, loss: LossSettings, kl: KLSettings
 ) -> list[str]:
     """Return the names of the optional float32 fields of `Batch` that the method sets."""
     is_filled = {
-        "old_logprobs": not old_logprobs_are_current(optimizer, filter),
+        "old_logprobs": needs_old_logprobs(optimizer, filter, loss),
         "ref_logprobs": has_kl_loss(kl) and kl.anchor == "ref",
         "kl_weights": uses_token_kl_weights(kl),
     }

@@ -19,7 +19,7 @@ from jaxrl.training.method import (
     Method,
     has_kl_loss,
     needs_divergences,
-    old_logprobs_are_current,
+    needs_old_logprobs,
     uses_token_kl_weights,
 )
 from jaxrl.training.packing import BatchShape, PackedBatch, pack_sequences
@@ -79,7 +79,7 @@ def split_minibatches(
     Trajectories are keyed by their index in `flatten_groups(groups)`.
     """
     offset = 0
-    old_is_current = old_logprobs_are_current(method.optimizer, method.filter)
+    needs_old = needs_old_logprobs(method.optimizer, method.filter, method.loss)
     for part in divide_into_minibatches(groups, method.optimizer.num_minibatches):
         selected = select_trained_trajectories(part, method, offset)
         offset += len(flatten_groups(part))
@@ -89,7 +89,7 @@ def split_minibatches(
             fields["kl_weights"] = compute_token_kl_weights(trained, controllers, method.kl)
         if needs_divergences(method.kl):
             divergences = [t.require_field("divergence") for t in trained]
-            if not old_is_current:
+            if needs_old:
                 fields["old_logprobs"] = [divergence.old_logprobs for divergence in divergences]
             if has_kl_loss(method.kl):
                 fields["ref_logprobs"] = [divergence.ref_logprobs for divergence in divergences]
@@ -216,7 +216,7 @@ def shard_minibatches(
 
     `params` are the policy's parameters before the update.
     """
-    needs_old = not old_logprobs_are_current(method.optimizer, method.filter)
+    needs_old = needs_old_logprobs(method.optimizer, method.filter, method.loss)
     needs_ref = has_kl_loss(method.kl)
 
     def shard_minibatch(packed: PackedBatch) -> Batch:

@@ -57,7 +57,8 @@ def _build_policy_loss(loss: LossSettings, kl: KLSettings) -> TokenLoss:
         mask = batch.loss_mask
         # With one optimizer step per batch, the policy before the update is the current one.
         current = jax.lax.stop_gradient(logprobs)
-        old = current if batch.old_logprobs is None else batch.old_logprobs
+        scored = current if batch.old_logprobs is None else batch.old_logprobs
+        old = batch.rollout_logprobs if loss.old_logprobs == "sampler" else scored
         computed = {"logprobs": logprobs, "old_logprobs": old, "entropies": entropies}
 
         def call_with_arrays(function: NamedFunction) -> Any:
@@ -70,13 +71,13 @@ def _build_policy_loss(loss: LossSettings, kl: KLSettings) -> TokenLoss:
         values, loss_metrics = call_with_arrays(policy_loss)
         # Observations that are trained on have no sampler log-probability.
         is_sampled = mask if loss.mask_observations else mask & (batch.rollout_logprobs != 0)
-        logprob_diff = jnp.where(is_sampled, old - batch.rollout_logprobs, 0.0)
+        logprob_diff = jnp.where(is_sampled, scored - batch.rollout_logprobs, 0.0)
         metrics = {
             "actor/entropy": Metric(entropies),
             **{f"actor/{name}": Metric(value) for name, value in loss_metrics.items()},
             "rollout_corr/logprob_diff_mean": Metric(jnp.abs(logprob_diff)),
             "rollout_corr/logprob_diff_max": Metric(jnp.abs(logprob_diff), "maximum"),
-            "rollout_corr/k3_kl": Metric(kl_estimate(batch.rollout_logprobs, old, is_sampled)),
+            "rollout_corr/k3_kl": Metric(kl_estimate(batch.rollout_logprobs, scored, is_sampled)),
         }
         # Correct for the difference between sampler and trainer.
         if is_corrected:

@@ -100,7 +100,12 @@ BROKEN = [
         "loss.mask_observations",
         {"loss.token_filter.name": "off_policy", "loss.mask_observations": False},
     ),
+    (
+        "loss.mask_observations",
+        {"loss.old_logprobs": "sampler", "loss.mask_observations": False},
+    ),
     ("loss.correction.level", CORRECTED | {"loss.name": "dppo", "loss.dppo.anchor": "rollout"}),
+    ("loss.correction.level", CORRECTED | {"loss.old_logprobs": "sampler"}),
     ("loss.correction.level", {"rollout.async_level": 1}),
     ("loss.correction.mode", {"loss.correction.level": "geometric"}),
     ("loss.correction.low", {"loss.correction.low": 6.0}),

@@ -188,6 +188,14 @@ def test_logprobs_are_added_where_they_are_missing():
             np.testing.assert_allclose(scores, expected[index] * mask, atol=2e-5, rtol=1e-5)
     np.testing.assert_array_equal(actual.kl_weights, packed.batch.kl_weights)
 
+    # With the sampler's log-probabilities, only the reference scores.
+    of_sampler = dataclasses.replace(
+        method, loss=dataclasses.replace(method.loss, old_logprobs="sampler")
+    )
+    [actual] = shard_minibatches(minibatches, MESH, score(), *policies(), of_sampler)
+    assert actual.old_logprobs is None
+    assert actual.ref_logprobs is not None
+
     # What is there stays, and what is not needed stays away.
     [plain] = shard_minibatches(minibatches, MESH, score(), policies()[0], None, method_with())
     assert plain.old_logprobs is plain.ref_logprobs is None

@@ -621,3 +621,27 @@ def test_single_step_takes_its_own_logprobs_for_the_old(score, params, sequences
     assert relative_distance(actual, expected) < 1e-5
     assert float(metrics["actor/ppo_kl"].value) == 0
     assert float(metrics["actor/pg_clipfrac"].value) == 0
+
+
+@pytest.mark.parametrize("name", ["clip", "gspo", "cispo"])
+def test_old_logprobs_of_the_sampler_are_those_of_the_rollout(name, packed):
+    micro = jax.tree.map(lambda x: np.asarray(x[0]), packed.batch)
+    rng, mask = np.random.default_rng(4), micro.loss_mask
+    logprobs, rollout, scores = rng.normal(-3, 0.3, (3, *mask.shape)).astype(np.float32)
+    micro = replace(micro, rollout_logprobs=np.where(mask, rollout, 0), old_logprobs=None)
+
+    def compute_loss(source, old):
+        loss = {"name": name, "old_logprobs": source}
+        if name == "gspo":
+            loss["aggregation"] = "seq-mean-token-mean"
+        token_loss = policy_loss(loss=loss)
+        return token_loss(logprobs, np.zeros_like(logprobs), replace(micro, old_logprobs=old))
+
+    expected, _ = compute_loss("trainer", micro.rollout_logprobs)
+    # The metric compares the sampler with the trainer, whose scores are current if not computed.
+    for old, trainer in ((None, logprobs), (scores, scores)):
+        actual, metrics = compute_loss("sampler", old)
+        np.testing.assert_array_equal(actual, expected)
+        gaps = np.abs(np.where(mask, trainer - rollout, 0))
+        measured = metrics["rollout_corr/logprob_diff_max"].value
+        np.testing.assert_allclose(measured, gaps, rtol=1e-5, atol=1e-6)
