@@ -550,7 +550,7 @@ _ENTRIES: dict[str, Key] = {
     "loss.entropy_coef": Key(0.0, "Coefficient of the entropy bonus."),
     "loss.mask_observations": Key(True, "False also trains on the text of observations."),
     "loss.old_logprobs": Key("trainer", "Denominator of the ratio: `trainer` scores the batch "
-        "before its updates; `sampler` uses the log-probabilities of sampling, without scoring.",
+        "before its updates; `sampler` reuses the logprobs of the rollout.",
         one_of=("trainer", "sampler")),
     "loss.correction.level": Key("none", "Importance weights, trainer over sampler: `none`, "
         "`token`, `sequence`, or `geometric` (a sequence's geometric mean).",

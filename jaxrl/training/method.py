@@ -181,6 +181,12 @@ class Method:
         return bool(self.async_level) or carries_over_samples(self.filter)
 
     @property
+    def gap_has_drift(self) -> bool:
+        """Return True if the measured gap to the sampler includes updates since sampling."""
+        num_updates = self.optimizer.num_minibatches * self.optimizer.num_epochs
+        return self.has_lag or (self.loss.old_logprobs == "sampler" and num_updates > 1)
+
+    @property
     def trains_on_zero_advantages(self) -> bool:
         """Return True if a trajectory with an advantage of 0 may have a gradient.
 

@@ -87,7 +87,7 @@ def detect_signs(
         "twins": (detect_repeated_keys(duplicates), 1),
         "uneven": (detect_uneven_advantages(now, method), 1),
         "skipped": (detect_skipped_updates(history), 1),
-        "gap": (detect_sampler_mismatch(history, gap, has_lag=method.has_lag), 2),
+        "gap": (detect_sampler_mismatch(history, gap, has_drift=method.gap_has_drift), 2),
         "gradient": (detect_gradient_explosion(history), 1),
         "moved": (detect_large_update(history), 1),
         "constant": (detect_constant_rewards(now), RECENT),
@@ -227,15 +227,15 @@ def detect_skipped_updates(history: StepHistory) -> RuleResult:
     )
 
 
-def detect_sampler_mismatch(history: StepHistory, limit: float, *, has_lag: bool) -> RuleResult:
+def detect_sampler_mismatch(history: StepHistory, limit: float, *, has_drift: bool) -> RuleResult:
     """Detect a gap between sampler and trainer logprobs that is too large or has grown."""
     now, prior = history.now["gap"], history.get_baseline_values("gap")[-20:]
     if now is None:
         return None
     has_grown = len(prior) >= MIN_PRIOR and now > 10 * max(prior) and now > ROUNDING_GAP
     is_large = now >= limit
-    # With lag, tokens were sampled with older weights, so the gap grows with every update.
-    is_sign = (has_grown and is_large) if has_lag else (has_grown or is_large)
+    # If the trainer has newer weights than the sampler had, the gap grows with every update.
+    is_sign = (has_grown and is_large) if has_drift else (has_grown or is_large)
     if not is_sign:
         return None
     earlier = (
