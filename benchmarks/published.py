@@ -46,7 +46,7 @@ from jaxrl.models.attention.choice import resolve_kernel_name
 from jaxrl.models.attention.kernels import SHARES_PROMPTS
 from jaxrl.runtime.sharding import count_batch_shards, count_piece_shards
 from jaxrl.sampling.buckets import list_prefill_buckets
-from jaxrl.training.method import has_kl_loss, old_logprobs_are_current
+from jaxrl.training.method import has_kl_loss, needs_old_logprobs
 from tests import compiled_memory as memory
 
 
@@ -314,7 +314,7 @@ class Step:
         prompts = rollout.tasks_per_step * rollout.max_prompt_tokens
         num_observation_tokens = length - rollout.max_prompt_tokens - rollout.max_response_tokens
         updates = config.optimizer.num_minibatches * shape.num_micro
-        passes = (not old_logprobs_are_current(config.optimizer, config.filter)) + (
+        passes = needs_old_logprobs(config.optimizer, config.filter, config.loss) + (
             has_kl_loss(config.kl) and config.kl.anchor == "ref"
         )
         return cls(
