@@ -46,3 +46,17 @@ def test_environment_variables_and_settings_of_libraries_stay(tiny_world):
     # transformers itself would advise to install torch.
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == ["{} False", "True 0"]
+
+
+EACH_FIRST = """
+import importlib, pathlib, sys
+for path in sorted(pathlib.Path("jaxrl/extras").glob("*/keys.py")):
+    for name in [name for name in sys.modules if name.split(".")[0] == "jaxrl"]:
+        del sys.modules[name]
+    importlib.import_module(".".join(path.with_suffix("").parts))
+"""
+
+
+def test_the_keys_of_any_extra_may_be_imported_first():
+    done = subprocess.run([sys.executable, "-c", EACH_FIRST], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
