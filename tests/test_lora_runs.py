@@ -119,5 +119,5 @@ def test_the_adapter_and_the_export_are_one_model(base):
         load_base(config.model.path, mesh, adapter),
         load_adapter(workdir / "adapter", adapter, mesh),
     )
-    merged = adapter._merge(policy, np.float32)
+    merged = adapter._merge_adapter(policy, np.float32)
     assert relative_distance(merged, load_hf(workdir / "export")) < 1e-6
