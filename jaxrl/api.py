@@ -287,7 +287,7 @@ class Trainer:
     and checkpoints, and each can resume runs of the other. In a multi-process job, every process
     makes the same calls.
 
-    Use it in a `with` block, or call `close`: both save steps after the newest checkpoint.
+    Use it in a `with` block, or call `close`: both save steps taken since the newest checkpoint.
     """
 
     def __init__(
@@ -377,7 +377,7 @@ class Trainer:
         """Save completed steps if the block is interrupted or an error ends the run."""
         with redact_output(), filter_orbax_logs(), _stop_on_interrupt() as should_stop:
             peers = self._peers
-            self._should_stop = peers.extend_to_job(should_stop) if peers else should_stop
+            self._should_stop = peers.make_global_should_stop(should_stop) if peers else should_stop
             is_interrupted = False
             try:
                 yield
@@ -560,7 +560,7 @@ class Trainer:
         return trajectory
 
     def token_steps(self, trajectory: Trajectory) -> list[TokenStep]:
-        """Return the id, text, log-probability and position of each sampled token."""
+        """Return a `TokenStep` for each sampled token."""
         return trajectory.token_steps(lambda token_id: self.tokenizer.decode([token_id]))
 
     def next_tasks(self, count: int = 0) -> list[Task]:

@@ -125,7 +125,9 @@ def main(argv: Sequence[str]) -> None:
                 except OSError as error:
                     _exit_with_error(error)
                 with peers or contextlib.nullcontext():
-                    any_should_stop = peers.extend_to_job(should_stop) if peers else should_stop
+                    any_should_stop = (
+                        peers.make_global_should_stop(should_stop) if peers else should_stop
+                    )
                     _build_and_run(config, workdir, any_should_stop, begun.set)
     except SystemExit as end:
         # Look the module up: importing it here would load JAX in a run stopped before that.
@@ -412,7 +414,7 @@ def _fit_memory(
     if fit is None:
         from jaxrl.builders.capacity import MICRO_ROWS
 
-        for stage in config.training_steps:
+        for stage in config.num_steps_by_stage:
             if not config[MICRO_ROWS[stage]]:
                 raise ValueError(
                     f"config.{MICRO_ROWS[stage]} is 0, which leaves it to the memory plan, but "

@@ -75,7 +75,7 @@ class EntropyWindows:
     excess: float  # sum over the windows of the excess over the threshold, nats
 
     @property
-    def num_high(self) -> int:
+    def num_high_entropy_windows(self) -> int:
         """Number of high-entropy windows."""
         return int(self.is_high.sum())
 
@@ -182,7 +182,7 @@ class Trajectory:
         return user_messages[-1] if user_messages else ""
 
     @property
-    def pictures(self) -> list[Picture]:
+    def images(self) -> list[Picture]:
         """Original images in the order of `attachments`: those of the task, then those of tools."""
         return [*self.task.images, *(image for turn in self.turns for image in turn.images)]
 
@@ -258,7 +258,7 @@ class Trajectory:
         return self.opener + text
 
     def token_steps(self, token_text: Callable[[int], str]) -> list[TokenStep]:
-        """Return a record for each sampled token.
+        """Return a `TokenStep` for each sampled token.
 
         Unlike in `generated_text`, a turn's last token is not cut at the stop string.
 

@@ -80,7 +80,7 @@ def explain_out_of_memory(config: ResolvedConfig, error: Exception) -> str | Non
     if not is_out_of_memory(error):
         return None
     reason, *_ = str(error).splitlines()  # XLA appends a list of its largest buffers
-    keys = [*(MICRO_ROWS[stage] for stage in config.training_steps), "rollout.max_num_seqs"]
+    keys = [*(MICRO_ROWS[stage] for stage in config.num_steps_by_stage), "rollout.max_num_seqs"]
     settings = " or ".join(f"config.{key}={config[key]}" for key in keys)
     return (
         f"a device is out of memory ({reason.rstrip('.')}); lower {settings}; `jaxrl plan` shows "

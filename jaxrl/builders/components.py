@@ -25,7 +25,7 @@ from jaxrl.builders.environment import (
     build_rewards,
     build_search_engines,
     build_tools,
-    check_prices,
+    check_price_and_judge_names,
 )
 from jaxrl.builders.method import (
     build_from_section,
@@ -132,7 +132,7 @@ def build(
             "config.model.path supports images; expected 'none', or a model without image support."
         )
     tools = {name: build_tools(environment, log) for name, environment in c.environments.items()}
-    check_prices(c, tools)
+    check_price_and_judge_names(c, tools)
     # The control environments, whose search engines find nothing. All checks use these
     # environments, because the index is built after the checks.
     empty_engines = {
@@ -150,7 +150,7 @@ def build(
     tasks, eval_tasks = open_all_tasks(c, show)
     contexts = build_from_section(ContextRule, c.rollout.context) if c.has_contexts else None
     limits = build_from_section(
-        TokenLimits, c.rollout, max_image_tokens=c.image_tokens, context=contexts
+        TokenLimits, c.rollout, max_image_tokens=c.max_image_tokens, context=contexts
     )
     demonstrations: list[Source[Any]] = []
     for name, environment in c.environments.items() if "sft" in c.stages else ():
@@ -435,7 +435,7 @@ def collect_template_notes(tokenizer: Tokenizer) -> list[str]:
         notes.append(
             f"the chat template reads the time, which is fixed to {tokenizer.now:%Y-%m-%d %H:%M}"
         )
-    if default_system := tokenizer.dropped_system:
+    if default_system := tokenizer.dropped_system_message:
         notes.append(
             f"the chat template's default system message {default_system!r:.200} is removed from "
             "prompts. To add a system message, set config.prompt.system or put it into the chats"
@@ -555,7 +555,7 @@ def build_stages(
     """
     stages = {}
     num_params = count_elements(model.architecture.abstract_params())
-    for name, num_steps in c.training_steps.items():
+    for name, num_steps in c.num_steps_by_stage.items():
         settings = build_optimizer_settings(c, name)
         probe_schedule(settings)
         optimizer, is_train = make_optimizer(settings), name == "train"
@@ -634,7 +634,7 @@ def build_engine(
         max_prompt_tokens=c.prompt_tokens,
         max_total_tokens=length,
         chunk_tokens=rollout.chunk_tokens,
-        max_units=c.image_tokens,
+        max_units=c.max_image_tokens,
         dtype=jnp.dtype(c.model.dtype),
         kernels=kernels,
         records=c.model.replay and "train" in c.stages,

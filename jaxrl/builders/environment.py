@@ -102,8 +102,10 @@ def build_environments(
     return environments
 
 
-def check_prices(c: ResolvedConfig, tools_by_environment: Mapping[str, Sequence[Tool]]) -> None:
-    """Check that `ledger.prices` and `reward.judges` contain valid names.
+def check_price_and_judge_names(
+    c: ResolvedConfig, tools_by_environment: Mapping[str, Sequence[Tool]]
+) -> None:
+    """Check that every name in `ledger.prices` and `reward.judges` is valid.
 
     Raises:
         ValueError: A price has an unknown name, or a judge has the name of a tool.

@@ -110,10 +110,10 @@ def compute_batch_shape(
     `num_pieces`, the number of context-parallel pieces of a row.
     """
     rollout, unit = c.rollout, math.lcm(16, num_pieces)
-    num_sequences, image_tokens = c.sft.batch_size, rollout.max_image_tokens
+    num_sequences, max_image_tokens = c.sft.batch_size, rollout.max_image_tokens
     if stage == "train":
         num_groups = rollout.tasks_per_step // c.optimizer.num_minibatches
-        num_sequences, image_tokens = num_groups * rollout.group_size, c.image_tokens
+        num_sequences, max_image_tokens = num_groups * rollout.group_size, c.max_image_tokens
     replays = stage == "train" and c.model.replay
     return BatchShape.for_sequences(
         num_sequences,
@@ -121,7 +121,7 @@ def compute_batch_shape(
         row_tokens=-(-rollout.max_total_tokens // unit) * unit,
         num_prompt_shards=num_prompt_shards,
         tower=model.tower if model else None,
-        max_units=image_tokens,
+        max_units=max_image_tokens,
         num_pieces=num_pieces,
         token_arrays=model.recorded_specs if model and replays else {},
     )

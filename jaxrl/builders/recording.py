@@ -91,7 +91,7 @@ def _collect_engine_settings(config: ResolvedConfig) -> dict[str, Any]:
 
 
 def _is_file_setting(setting: str) -> bool:
-    """Return True if the setting is a path, so that it is compared by content hash."""
+    """Return True if the setting is a file path. Such settings are compared by content hash."""
     return f"search.{setting}" in KEYS and bool(KEYS[f"search.{setting}"].holds)
 
 

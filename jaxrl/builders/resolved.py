@@ -215,7 +215,7 @@ class ResolvedConfig:
         return int(self.config.rollout.max_prompt_tokens)
 
     @property
-    def image_tokens(self) -> int:
+    def max_image_tokens(self) -> int:
         """Maximum number of image tokens in a trajectory.
 
         Without tools, all images are in the prompt.
@@ -237,7 +237,7 @@ class ResolvedConfig:
         return int(self.config.shaping.overlong_max_tokens or limit)
 
     @property
-    def training_steps(self) -> dict[str, int]:
+    def num_steps_by_stage(self) -> dict[str, int]:
         """Number of steps of each configured training stage."""
         return count_training_steps(self.config)
 

@@ -1,4 +1,4 @@
-"""Loading of a saved run's configuration and trained weights for inference."""
+"""Load a saved run's configuration and trained weights for inference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading of configuration values from Python, YAML and JSON files and the command line."""
+"""Load configuration values from Python, YAML and JSON files and the command line."""
 
 from __future__ import annotations
 

@@ -98,7 +98,8 @@ class ChatTemplate:
         image: Text for an image, such as `<|vision_start|><|image_pad|><|vision_end|>`; "" if the
             template does not support images.
         video: Text for a video; "" if the template does not support videos.
-        dropped_system: Default system message that `render` removed from a chat; "" if none yet.
+        dropped_system_message: Default system message that `render` removed from a chat; "" if
+            none was removed.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class ChatTemplate:
         self._apply, self._mark_tokens = apply, mark_tokens
         self._cached_rendering = functools.lru_cache(self._render_with_slots)
         self._default_system = self._find_default_system(bos)
-        self.dropped_system = ""
+        self.dropped_system_message = ""
         # The response prefix precedes the model's next message but no earlier message.
         chat, prompt_texts = (
             self._split_around_roles("user", "assistant", "user"),
@@ -206,7 +207,7 @@ class ChatTemplate:
             assert isinstance(start, ChatPiece)
             default_system, replacement = self._default_system
             if default_system and default_system in start.text:
-                self.dropped_system = default_system.removeprefix(replacement)
+                self.dropped_system_message = default_system.removeprefix(replacement)
                 start = dataclasses.replace(
                     start, text=start.text.replace(default_system, replacement, 1)
                 )
@@ -280,7 +281,7 @@ class ChatTemplate:
         """
         texts = _make_markers(shape)
         marked = _fill_shape(shape, texts)
-        paths = [path for path in _find_paths(marked) if not _is_call_link(marked, path)]
+        paths = [path for path in _find_paths(marked) if not _is_tool_call_metadata(marked, path)]
         values = {}
         for number, path in enumerate(paths, start=len(texts)):
             values[number] = path, _replace_value(marked, path, _make_marker(number))
@@ -482,8 +483,8 @@ def _find_paths(value: Any, path: FieldPath = ()) -> Iterator[FieldPath]:
         yield path
 
 
-def _is_call_link(messages: Sequence[Mapping[str, Any]], path: FieldPath) -> bool:
-    """Return True if a value only links a tool result to its call, or only labels a call.
+def _is_tool_call_metadata(messages: Sequence[Mapping[str, Any]], path: FieldPath) -> bool:
+    """Return True if a field, such as `tool_call_id`, only identifies or labels a tool call.
 
     Templates may drop such a value, because `check_result_order` ensures that results can be
     matched to calls by their order.

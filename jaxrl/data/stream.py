@@ -135,7 +135,7 @@ class FixedStream(Generic[Item]):
 
     @property
     def num_items(self) -> int:
-        """Number of items."""
+        """Number of items in the list, which is also the epoch length."""
         return len(self.items)
 
     epoch_length = num_items

@@ -405,11 +405,10 @@ class Tokenizer:
         return [*ids, *self.encode_plain(text[begin:])]
 
     @property
-    def dropped_system(self) -> str:
-        """Default system message that was removed from a prompt; "" if none yet."""
-        return next(
-            (chat.dropped_system for chat in self._templates.values() if chat.dropped_system), ""
-        )
+    def dropped_system_message(self) -> str:
+        """Default system message that was removed from a prompt; "" if none was removed."""
+        messages = (chat.dropped_system_message for chat in self._templates.values())
+        return next(filter(None, messages), "")
 
     @property
     def unlisted_end_token(self) -> str:

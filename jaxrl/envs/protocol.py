@@ -194,8 +194,8 @@ def parse_tags(turn: str, tools: Sequence[str]) -> ParsedTurn:
 def mask_call_arguments(text: str) -> str:
     """Replace `<` with `‹` inside the arguments of calls, so that tags there are not parsed.
 
-    Applies after `<tool_call>` to a JSON object, or to the values of a complete `<function=NAME>`.
-    Other text and the length of the text are unchanged.
+    Changes only a JSON object after `<tool_call>`, or the parameter values in a complete
+    `<function=NAME>` block. The length of the text stays the same.
     """
     pieces, position = [], 0
     while candidate := _CALL_JSON.search(text, position):

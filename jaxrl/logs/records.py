@@ -140,7 +140,7 @@ def build_question_record(trajectory: Trajectory, error: str) -> dict[str, Any]:
         "searches": trajectory.searches,
         **({"python_calls": trajectory.python_calls} if trajectory.python_calls else {}),
         **({"error": error} if error else {}),
-        **({"images": _make_image_records(images)} if (images := trajectory.pictures) else {}),
+        **({"images": _make_image_records(images)} if (images := trajectory.images) else {}),
         "num_sampled": trajectory.num_sampled,
         **({"usage": dict(trajectory.usage)} if trajectory.usage else {}),
         "response": trajectory.generated_text,

@@ -41,7 +41,7 @@ def compute_weighted_reward(
 
 
 def is_exact_match_only(weights: Mapping[str, float]) -> bool:
-    """Return True if the reward always equals exact match, so that only one is shown."""
+    """Return True if the reward always equals exact match and need not be shown as well."""
     return {part: weight for part, weight in weights.items() if weight} == {"exact_match": 1.0}
 
 

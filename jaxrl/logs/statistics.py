@@ -53,10 +53,11 @@ def _compute_win_probability(
 ) -> float:
     """Return the probability that an answer with `num_votes` samples wins the vote among k samples.
 
-    `other_counts` contains the number of samples of each other answer, called a rival. `ways[t, d]`
-    is the number of subsets of d samples from the rivals processed so far in which t rivals tie
-    with the answer and none has more votes. Each rival contributes a polynomial in t and d, and the
-    polynomials are multiplied. All terms are positive, so there is no cancellation.
+    `other_counts` contains the number of samples of each other answer, called a rival, and
+    `num_blank` the number of samples without an answer. `ways[t, d]` counts the ways to draw d
+    samples from the rivals processed so far such that t rivals tie with the answer and none has
+    more votes. It is a coefficient of the product of one generating polynomial per rival, in which
+    t and d are the exponents. All terms are positive, so there is no cancellation.
     """
     from scipy.signal import convolve2d  # a slow import that is rarely needed
 

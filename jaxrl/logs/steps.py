@@ -204,7 +204,7 @@ def compute_entropy_window_metrics(
 
 
 def _count_window_tokens(trajectories: Sequence[Trajectory]) -> list[int]:
-    return [t.windows.num_high for t in trajectories if t.windows is not None]
+    return [t.windows.num_high_entropy_windows for t in trajectories if t.windows is not None]
 
 
 def collect_sample_fields(
@@ -223,7 +223,7 @@ def collect_sample_fields(
             }
             if (windows := trajectory.windows) is not None:
                 has_level = not np.isnan(windows.percentile)
-                sample["high_entropy_token_num"] = windows.num_high
+                sample["high_entropy_token_num"] = windows.num_high_entropy_windows
                 sample["entropy_percentile_thresholds"] = windows.percentile if has_level else None
                 sample["high_entropy_threshold"] = controllers.entropy_threshold
             if controllers.buckets is not None:

@@ -14,7 +14,7 @@ from jaxrl.training.interfaces import FinishTokenLog, TokenLogger
 from jaxrl.training.method import Method, has_kl_loss
 from jaxrl.training.minibatches import compute_token_kl_weights, split_minibatches
 from jaxrl.training.packing import BatchShape, PackedBatch
-from jaxrl.training.reference_kl import compute_per_token
+from jaxrl.training.reference_kl import map_packed
 from jaxrl.training.update import ScoreStep
 from jaxrl.types import Batch, Group, Params, Trajectory, flatten_groups
 
@@ -69,7 +69,7 @@ def make_token_logger(
                     batch = score.model.without_recorded_arrays(batch)
                 return [gather(score(policy, batch, packed))]
 
-            scores = compute_per_token([*trained.values()], score.model.mesh, shape, score_batch)
+            scores = map_packed([*trained.values()], score.model.mesh, shape, score_batch)
             for index, (logprobs,) in zip(trained, scores, strict=True):
                 token_arrays[index][name] = logprobs
 

@@ -186,9 +186,9 @@ def write_samples(
 
 
 def write_images(workdir: Path, trajectories: Iterable[Trajectory]) -> None:
-    """Write images that have no file to `images/<digest>`, unless already written."""
+    """Write in-memory images to `images/<digest>`; skip those already written."""
     for trajectory in trajectories:
-        for image_file in [f for image in trajectory.pictures for f in image.files]:
+        for image_file in [f for image in trajectory.images for f in image.files]:
             file = workdir / "images" / image_file.digest
             if not image_file.path and not file.exists():
                 with atomic_write(file) as temp_path:

@@ -244,8 +244,8 @@ class Architecture(ABC):
         """
         return ()
 
-    def hf_copied_prefixes(self) -> tuple[str, ...]:
-        """Return the prefixes of HF tensors that the model does not use but an export copies."""
+    def hf_passthrough_prefixes(self) -> tuple[str, ...]:
+        """Return the prefixes of HF tensors that are unused but copied unchanged to an export."""
         return ()
 
     def hf_module_prefixes(self) -> dict[str, str]:

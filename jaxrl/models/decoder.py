@@ -600,7 +600,7 @@ class Decoder(Architecture):
         return weights
 
     def weights_for_decoding(self, params: Params, dtype: DTypeLike) -> Params:
-        """Cast the weights; a tied model also gets an `lm_head` on a CPU or with `head_dtype`."""
+        """Cast the weights. On a CPU or with `head_dtype`, a tied model gets its own `lm_head`."""
         weights = cast_params(params, dtype)
         [table] = cast_params(params[self.output_module], self.head_dtype or dtype).values()
         if not self.tie_embeddings:

@@ -304,7 +304,7 @@ def _find_fused_tensors(config: Architecture, stored: Iterable[str]) -> dict[str
 
 def _find_copied_tensors(config: Architecture, stored: Iterable[str]) -> set[str]:
     """Return the names of unused tensors that an export copies."""
-    return {name for name in stored if name.startswith(config.hf_copied_prefixes())}
+    return {name for name in stored if name.startswith(config.hf_passthrough_prefixes())}
 
 
 def _find_unused_tensors(config: Architecture, stored: Iterable[str]) -> set[str]:

@@ -1,8 +1,8 @@
 """Paged key-value cache of the sampler: fixed-size, head-major pages on each shard.
 
-Pages are split over S shards (the mesh's data, fsdp, expert and context axes) and numbered within
-each shard. All functions here work on one shard, without communication between devices. An index
-equal to a shard's number of pages means "no page": reading it returns an arbitrary page, and
+Pages are split over the shards of the mesh (its data, fsdp, expert and context axes) and numbered
+within each shard. All functions here work on one shard, without communication between devices. An
+index equal to a shard's number of pages means "no page": reading it returns an arbitrary page, and
 writing it has no effect.
 """
 

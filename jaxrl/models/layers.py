@@ -176,7 +176,7 @@ class SamplerLayerScan:
     recurrent_module: str = ""
 
     def __call__(self, layer: Callable[[Any, Params, Mixer], Any], x: Any, blocks: Any) -> Any:
-        """Compute the activations, or a tree that contains them, after all layers."""
+        """Apply all layers to `x`, an array of activations or a tree that contains one."""
 
         def run_block(
             x: Any, cache: Any, past: Any, weights: Params, index: Any
@@ -236,7 +236,7 @@ def _with_named_input(layer: Layer) -> Layer:
 def prepare_sampler_weights(weights: Params, *, scan: bool, stacks: Stacks | None = None) -> Params:
     """Return the weights with stacked layers if `scan`, else with a tuple of layers.
 
-    With `stacks`, always return a tuple, since the sampler loops only over layers of one kind.
+    With `stacks`, always return a tuple: the sampler can scan only over layers of one kind.
     """
     if scan and not stacks:
         return weights

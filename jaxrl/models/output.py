@@ -108,7 +108,7 @@ def split_evenly(num_tokens: int, max_tokens: int) -> tuple[int, int]:
 def choose_block_tokens(platform: str, num_ids: int) -> int:
     """Return the number of tokens per block.
 
-    On a CPU, where the logits of a block are stored in memory, the number keeps them at 2 MB. Other
+    On a CPU, which stores a block's logits in memory, the block size limits them to 2 MB. Other
     devices process each chunk as one block.
     """
     return max(2**19 // num_ids, 1) if platform == "cpu" else sys.maxsize

@@ -53,7 +53,7 @@ class WrappedArchitecture(Architecture):
     hf_names: Any = _make_delegating_property("hf_names")
     hf_prefix_map: Any = _make_delegating_property("hf_prefix_map")
     hf_module_prefixes: Any = _make_delegating_property("hf_module_prefixes")
-    hf_copied_prefixes: Any = _make_delegating_property("hf_copied_prefixes")
+    hf_passthrough_prefixes: Any = _make_delegating_property("hf_passthrough_prefixes")
     hf_tied_names: Any = _make_delegating_property("hf_tied_names")
     hf_fused_tensors: Any = _make_delegating_property("hf_fused_tensors")
     linear_layers: Any = _make_delegating_property("linear_layers")
@@ -104,7 +104,7 @@ class WrappedArchitecture(Architecture):
 
     @abstractmethod
     def load_initial_params(self, mesh: Mesh, seed: int) -> Params:
-        """Return the initial trained parameters."""
+        """Return the initial values of the trained parameters."""
 
     @abstractmethod
     def export(self, params: Params, parent: Path, source: str | Path) -> None:

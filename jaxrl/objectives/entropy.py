@@ -68,7 +68,7 @@ def high_window_entropy_mask(
     Args:
         window_entropies: Window entropies in nats, from `window_entropy`.
         valid: True where the window entropy is defined.
-        threshold: Threshold in nats; None before the first estimate, which returns all False.
+        threshold: Threshold in nats. None, before the first estimate, gives an all-False mask.
     """
     if threshold is None:
         return _get_array_module(window_entropies, valid).zeros_like(valid)

@@ -59,9 +59,9 @@ def estimate_by_turn(
     """
     num_turns = next(c.shape[1] for c in columns.values() if getattr(c, "ndim", 0) == 2)
 
-    def estimate_turn(turn: jax.Array) -> jax.Array:
+    def estimate_turn_advantages(turn: jax.Array) -> jax.Array:
         inputs = [columns[name] for name in array_names]
         return estimator(*(jnp.asarray(c)[:, turn] if c.ndim == 2 else c for c in inputs))
 
     # Process turns sequentially: an estimator's comparisons are N x N.
-    return jax.lax.map(estimate_turn, jnp.arange(num_turns)).T
+    return jax.lax.map(estimate_turn_advantages, jnp.arange(num_turns)).T

@@ -101,7 +101,7 @@ class MonitorClient:
             os.write(2, b"error: the monitor of this process ended, so losses would go unnoticed\n")
             os._exit(EXIT_LOST)
 
-    def extend_to_job(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
+    def make_global_should_stop(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
         """Return a function that returns True once `should_stop` returns True in any process."""
         self._should_stop = should_stop
         return lambda: should_stop() or self._is_stopping.is_set()

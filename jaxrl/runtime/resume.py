@@ -82,10 +82,11 @@ def read_record(workdir: Path, *, accept_changes: bool = False) -> RunRecord | N
 
     Args:
         workdir: Folder with `checkpoints/` and `config.json`.
-        accept_changes: True to accept a lost configuration or unknown keys.
+        accept_changes: True to resume even if the configuration cannot be read or has unknown keys.
 
     Raises:
-        ValueError: The configuration is lost or has unknown keys, and `accept_changes` is False.
+        ValueError: `accept_changes` is False, and the configuration has unknown keys or can be read
+            neither from `config.json` nor from the checkpoint.
     """
     # Imported here because the viewer reads the history without loading JAX.
     from jaxrl.runtime.checkpoint import has_checkpoint, read_latest_position

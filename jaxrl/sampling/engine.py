@@ -776,7 +776,7 @@ class Engine:
         )
 
     def _copy_prefixes(self) -> None:
-        """Copy each prompt's partial last page and its state for the prompt's samples."""
+        """Copy each prompt's partial last page and recurrent state to the prompt's samples."""
         while any(shard.copies or shard.state_copies for shard in self._shards):
             pages = {shard.index: shard.copies[:PAGES_PER_TRANSFER] for shard in self._shards}
             states = {

@@ -20,7 +20,7 @@ class RecordedArrays:
     """Per-token arrays recorded by one program call, kept on the device until first used."""
 
     def __init__(self, arrays: Mapping[str, Any]):
-        """Wrap `arrays`, `[b, Q, ...]` by name; their transfer to the host has already started."""
+        """Wrap named arrays `[b, Q, ...]` whose transfer to the host has already started."""
         self._arrays = arrays
 
     def get_block(self, index: int, count: int) -> dict[str, np.ndarray]:

@@ -480,7 +480,13 @@ def update_controllers(
         scored = [group for group in groups if group.scored_trajectories]
         updated["coefficients"] = after.coefficients.update(
             [
-                mean_or_nan([t.windows.num_high for t in group.scored_trajectories if t.windows])
+                mean_or_nan(
+                    [
+                        t.windows.num_high_entropy_windows
+                        for t in group.scored_trajectories
+                        if t.windows
+                    ]
+                )
                 for group in scored
             ],
             [after.get_bucket(group.task_id) for group in scored],

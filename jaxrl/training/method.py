@@ -265,5 +265,5 @@ def uses_difficulty_buckets(shaping: ShapingSettings, kl: KLSettings) -> bool:
 
 
 def has_stage_gate(shaping: ShapingSettings) -> bool:
-    """Return True if training has an early and a late stage, as in BAPO."""
+    """Return True if BAPO's stage gate divides training into an early and a late stage."""
     return shaping.boundary_aware and shaping.stage_level

@@ -164,7 +164,7 @@ def loss_weights(masks: Sequence[np.ndarray], loss: LossSettings) -> list[np.nda
 
 
 def with_loss_mask(trajectory: Trajectory, loss: LossSettings) -> Trajectory:
-    """Add observations without repeated tokens to the loss mask unless `mask_observations`."""
+    """Unless `mask_observations`, add observations to the loss mask, except repeated tokens."""
     if loss.mask_observations:
         return trajectory
     is_response = np.arange(len(trajectory.token_ids)) >= trajectory.prompt_length

@@ -121,7 +121,7 @@ class BatchShape:
         return dataclasses.replace(self, num_micro=num_micro, row_tokens=row_tokens)
 
     def with_size_saving(self, num_params: int, platform: str, num_devices: int) -> BatchShape:
-        """Return a shape that adds a size once it saves more time than its compilation takes.
+        """Return a copy whose `size_saving` is the compilation time of a size, in mini-batches.
 
         Training takes 6 FLOPs per parameter and token (https://arxiv.org/abs/2001.08361);
         `COMPILATION_FLOPS` is the cost of compilation.
@@ -248,7 +248,7 @@ def split_contexts(sequence: TokenSequence) -> list[slice]:
 
 
 def select_arrays(sequence: TokenSequence, shape: BatchShape) -> dict[str, np.ndarray]:
-    """Return the recorded arrays `[L, ...]` of a sequence whose names are in `shape`."""
+    """Return the sequence's recorded arrays `[L, ...]`, limited to the names in `shape`."""
     recorded = sequence.token_arrays
     return {name: recorded[name] for name in shape.token_arrays if name in recorded}
 
@@ -398,7 +398,7 @@ def list_micro_batch_sizes(shape: BatchShape, num_shards: int) -> list[tuple[int
 
 
 def _list_bucket_sizes(largest: int, unit: int, num_parts: int) -> list[int]:
-    """List multiples of `unit` up to `largest`: `num_parts` / 2 sizes per factor of two."""
+    """Return bucket sizes up to `largest`: multiples of `unit`, `num_parts // 2` per doubling."""
     sizes = (
         -(-largest * part // (num_parts * unit << halvings)) * unit
         for halvings in range((-(-largest // unit)).bit_length())

@@ -56,7 +56,7 @@ def make_kl_fn(
         divergences = [t.divergence for t in trajectories]
         missing = [i for i, t in enumerate(trajectories) if t.is_scored and t.divergence is None]
         trained = [with_loss_mask(trajectories[i], method.loss) for i in missing]
-        pieces = compute_per_token(trained, mesh, shape, compute_batch_divergences)
+        pieces = map_packed(trained, mesh, shape, compute_batch_divergences)
         for index, trajectory, arrays in zip(missing, trained, pieces, strict=True):
             old_logprobs, ref_logprobs, per_token = arrays
             divergences[index] = Divergence(
@@ -81,18 +81,17 @@ def compute_logprobs(
         return (replicate(score(params, batch, packed)),)
 
     return [
-        logprobs
-        for (logprobs,) in compute_per_token(trajectories, mesh, shape, compute_batch_logprobs)
+        logprobs for (logprobs,) in map_packed(trajectories, mesh, shape, compute_batch_logprobs)
     ]
 
 
-def compute_per_token(
+def map_packed(
     trajectories: Sequence[Trajectory],
     mesh: Mesh,
     shape: BatchShape,
     compute: Callable[[Batch, PackedBatch], Sequence[jax.Array]],
 ) -> Iterator[tuple[np.ndarray, ...]]:
-    """Pack trajectories, apply `compute` to each batch, and yield results `[L]` per trajectory."""
+    """Pack trajectories, apply `compute` to each batch, and yield its arrays `[L]` for each."""
     for start in range(0, len(trajectories), shape.num_sequences):
         chunk = trajectories[start : start + shape.num_sequences]
         zeros = np.zeros(len(chunk), np.float32)

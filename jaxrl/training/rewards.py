@@ -98,7 +98,7 @@ def add_entropy_reward(
     amounts = np.zeros(len(trajectories), np.float32)
     if controllers.entropy_threshold is not None:
         scored = [i for i, t in enumerate(trajectories) if t.is_scored]
-        counts = [trajectories[i].require_field("windows").num_high for i in scored]
+        counts = [trajectories[i].require_field("windows").num_high_entropy_windows for i in scored]
         amounts[scored] = entropy_reward(
             np.array(counts, np.int32),
             np.array([trajectories[i].is_correct for i in scored], bool),

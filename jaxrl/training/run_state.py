@@ -57,7 +57,7 @@ class Stage:
     halves_micro_rows: bool = False  # True if `shape` may shrink after an update runs out of memory
 
     def get_last_lr(self, state: TrainState) -> float:
-        """Return the learning rate of the latest optimizer step; before any, that of the first."""
+        """Return the learning rate of the latest optimizer step, or of the first if none ran."""
         # Pass an array, as the update does: a custom schedule may require it.
         return float(self.schedule(jax.numpy.int32(max(int(state.num_updates) - 1, 0))))
 

@@ -369,7 +369,7 @@ class GradientStep:
         bare_model = model.without_base
 
         # The loss of one micro-batch, already weighted: sums over micro-batches need no scaling.
-        def compute_micro_loss(
+        def compute_micro_batch_loss(
             trained: Params, others: Params, micro: Batch, balance: Any, logit_capacity: int
         ) -> tuple[jax.Array, Any]:
             aux = bare_model.make_aux(micro)
@@ -394,7 +394,7 @@ class GradientStep:
 
         # The programs below share this function, which is traced once per shape and logit capacity.
         differentiate = cached_jit(
-            jax.grad(compute_micro_loss, has_aux=True),
+            jax.grad(compute_micro_batch_loss, has_aux=True),
             name="gradient",
             key=key,
             static_argnames="logit_capacity",
@@ -431,7 +431,9 @@ class GradientStep:
         def accumulate_metrics(
             params: Params, sums: GradAccumulator, micro: Batch, _: jax.Array, logit_capacity: int
         ) -> GradAccumulator:
-            _, measured = compute_micro_loss(*bare_model.split(params), micro, None, logit_capacity)
+            _, measured = compute_micro_batch_loss(
+                *bare_model.split(params), micro, None, logit_capacity
+            )
             return sums.add_metrics(*measured)
 
         self._model = model

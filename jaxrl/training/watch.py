@@ -139,7 +139,7 @@ def check_step(
 
 
 def resolve_action(sign: Mapping[str, Any], watch: WatchSettings) -> str:
-    """Return the action for a sign: its entry in `watch.actions`, or else `watch.action`."""
+    """Return the action for a sign of collapse: its `watch.actions` entry, or `watch.action`."""
     return watch.actions.get(sign["name"], watch.action)
 
 
@@ -148,7 +148,11 @@ def rollback_target(
 ) -> int:
     """Return the step of the newest healthy checkpoint, or else of the oldest checkpoint.
 
-    `steps` are the steps of the stage that have a checkpoint.
+    Args:
+        sign: Sign of collapse that triggered the rollback; `since` is the last healthy step.
+        watch: Settings of the watch.
+        watch_state: State of the watch, with the number of earlier rollbacks.
+        steps: Steps of the stage that have a checkpoint.
 
     Raises:
         CollapseError: There is no checkpoint, or `watch.max_roll_backs` is reached.

@@ -87,9 +87,12 @@ def test_the_templates_own_system_message_can_be_requested():
     tokenizer.render_prompt([SYSTEM, QUESTION])
     ids = tokenizer.render_prompt([QUESTION], has_default_system=True)
     assert ids == by_transformers(tokenizer, [QUESTION])
-    assert tokenizer.dropped_system == ""
+    assert tokenizer.dropped_system_message == ""
     tokenizer.render_prompt([QUESTION])
-    assert tokenizer.dropped_system == "<|im_start|>system\nYou were made by nobody.<|im_end|>\n"
+    assert (
+        tokenizer.dropped_system_message
+        == "<|im_start|>system\nYou were made by nobody.<|im_end|>\n"
+    )
 
 
 def test_a_first_token_stays_when_a_system_message_goes():

@@ -71,7 +71,7 @@ def test_configurations_need_at_most_ten_programs(path, platform):
             model,
             num_rows=config.rollout.max_num_seqs,
             max_total_tokens=config.rollout.max_total_tokens,
-            max_units=config.image_tokens,
+            max_units=config.max_image_tokens,
             kinds=list_sampling_methods(config),
         )
         programs = {function.name: function.variants for function in sampler.jitted_functions}

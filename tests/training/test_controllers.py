@@ -264,7 +264,7 @@ def test_windows_and_the_first_threshold_by_hand():
     first, low, high = windows
     np.testing.assert_allclose(first.values, [0, 0, *WINDOWS, 0, 0, 0, 0], atol=1e-6)
     np.testing.assert_array_equal(first.valid, [False] * 2 + [True] * 6 + [False] * 4)
-    assert [w.num_high for w in windows] == [1, 0, 2]
+    assert [w.num_high_entropy_windows for w in windows] == [1, 0, 2]
     np.testing.assert_array_equal(np.flatnonzero(first.is_high), [3])
     assert [w.percentile for w in windows] == pytest.approx([PERCENTILE, 0.5, 2.0], abs=1e-6)
     excess = [1.25 - PERCENTILE, 0, 2 * (2 - PERCENTILE)]
@@ -278,7 +278,7 @@ def test_the_threshold_moves_before_it_is_used():
     controllers = dataclasses.replace(Controllers.init(method), threshold=EntropyThreshold(0.9))
     controllers, [window] = update(controllers, [thinking(ENTROPIES)], method)
     assert controllers.entropy_threshold == pytest.approx(0.99 * 0.9 + 0.01 * PERCENTILE, abs=1e-7)
-    assert window.num_high == 3
+    assert window.num_high_entropy_windows == 3
     excess = sum(value - controllers.entropy_threshold for value in WINDOWS[:3])
     assert window.excess == pytest.approx(excess, abs=1e-5)
 
@@ -294,7 +294,7 @@ def test_the_threshold_has_the_settings_of_the_configuration():
     # Windows of two: 0.6, 1.5, 1.75, 1.0, 0.3, 0.05, 0.15, 0.25; their median is 0.45.
     controllers, [window] = update(controllers, [thinking(ENTROPIES)], method)
     assert controllers.entropy_threshold == pytest.approx(0.725, abs=1e-6)
-    assert window.num_high == 3
+    assert window.num_high_entropy_windows == 3
 
 
 def test_without_any_window_nothing_is_known():
@@ -302,7 +302,7 @@ def test_without_any_window_nothing_is_known():
     group = [thinking([9.0] * 4, right=True), thinking([1.0], sample_index=1)]
     controllers, windows = update(Controllers.init(method), group, method)
     assert controllers.entropy_threshold is None
-    assert [w.num_high for w in windows] == [0, 0]
+    assert [w.num_high_entropy_windows for w in windows] == [0, 0]
     # Difficulties are known all the same; targets are not.
     assert controllers.buckets.buckets == {"t0": "medium"}
     assert controllers.coefficients == Controllers.init(method).coefficients
@@ -329,7 +329,7 @@ def test_only_trigger_words_count():
     _, [window] = update(controllers, [trajectory], method, is_trigger)
     triggers = [t for t in (2, 3, 4) if is_trigger[trajectory.token_ids[t]]]
     np.testing.assert_array_equal(np.flatnonzero(window.is_high), triggers)
-    assert 0 < window.num_high < 3
+    assert 0 < window.num_high_entropy_windows < 3
     assert window.excess > 0.5  # of all tokens, triggers or not
 
 
@@ -371,7 +371,20 @@ def test_coefficients_follow_the_distance_to_the_previous_target():
         *make_group(3, 0, 3, [6, 7, 8]),
     ]
     actual, windows = update(calibrated(method), batch, method)
-    assert [w.num_high for w in windows] == [10, 10, 10, 12, 14, 16, 4, 4, 4, 6, 7, 8]
+    assert [w.num_high_entropy_windows for w in windows] == [
+        10,
+        10,
+        10,
+        12,
+        14,
+        16,
+        4,
+        4,
+        4,
+        6,
+        7,
+        8,
+    ]
     assert actual.buckets.buckets == {"t0": "easy", "t1": "easy", "t2": "medium", "t3": "hard"}
     assert actual.coefficients.alphas == pytest.approx({"easy": 0.6, "medium": 0.0, "hard": 0.65})
     assert actual.coefficients.targets == {"easy": 12, "medium": 4, "hard": 7}

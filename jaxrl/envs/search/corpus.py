@@ -99,7 +99,7 @@ class CorpusDocuments:
         return find_line_offsets(self._path) if self._given_offsets is None else self._given_offsets
 
     @functools.cached_property
-    def _file(self) -> FileIO:
+    def _corpus_file(self) -> FileIO:
         return open(self._path, "rb", buffering=0)
 
     def __len__(self) -> int:
@@ -113,9 +113,13 @@ class CorpusDocuments:
         """
         begin = int(self._offsets[index])
         is_last = index + 1 == len(self._offsets)
-        end = os.fstat(self._file.fileno()).st_size if is_last else int(self._offsets[index + 1])
+        end = (
+            os.fstat(self._corpus_file.fileno()).st_size
+            if is_last
+            else int(self._offsets[index + 1])
+        )
         # Blank lines may follow the document's line.
-        line = os.pread(self._file.fileno(), max(end - begin, 0), begin).partition(b"\n")[0]
+        line = os.pread(self._corpus_file.fileno(), max(end - begin, 0), begin).partition(b"\n")[0]
         if self._checksums is not None and compute_line_checksum(line) != int(
             self._checksums[index]
         ):

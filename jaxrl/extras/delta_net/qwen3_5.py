@@ -71,7 +71,7 @@ HF_NAMES = {
 
 
 class DecayLinear(nnx.Linear):
-    """Linear layer that computes the decay of each head, with a decay rate per head."""
+    """Linear layer that computes each head's decay at each token, scaled by a learned rate."""
 
     def __init__(self, inputs: int, num_heads: int, *, rngs: nnx.Rngs):
         super().__init__(inputs, num_heads, rngs=rngs)
@@ -286,8 +286,8 @@ class Qwen35Config(QwenConfig):
         """Return {} for a text model, whose modules have the same prefix in transformers."""
         return super().hf_module_prefixes() if self.has_tower else {}
 
-    def hf_copied_prefixes(self) -> tuple[str, ...]:
-        """Return the prefixes of the vision tower and the multi-token prediction layer."""
+    def hf_passthrough_prefixes(self) -> tuple[str, ...]:
+        """Return the prefixes of the unused vision tower and multi-token prediction layer."""
         return ("model.visual.", "mtp.")
 
     def norm(self, x: Float[Array, "... D"], scale: Float[Array, " D"]) -> Float[Array, "... D"]:
@@ -442,7 +442,7 @@ def causal_conv(
     index = jnp.arange(C)
 
     def get_previous(distance: int) -> jax.Array:
-        """Return the value `distance` tokens before each token; 0 before its context."""
+        """Return each token's value from `distance` tokens earlier; 0 outside its context."""
         values = padded[:, lookback - distance : lookback - distance + C]
         return jnp.where((index - distance >= starts)[..., None, None], values, 0.0)
 

@@ -80,7 +80,7 @@ class IndexSpec:
 
 
 class VectorFiles(NamedTuple):
-    """Open index: memory-mapped vectors and their documents."""
+    """Dense index opened from disk: memory-mapped vectors and their documents."""
 
     folder: Path
     vectors: np.ndarray

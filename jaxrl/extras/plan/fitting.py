@@ -36,7 +36,9 @@ def fit_memory(
     )
     is_cpu = target.platform == "cpu"
     notes = []
-    if not all(config.get_optimizer_section(stage).micro_rows for stage in config.training_steps):
+    if not all(
+        config.get_optimizer_section(stage).micro_rows for stage in config.num_steps_by_stage
+    ):
         from jaxrl.extras.plan.advice import choose_micro_rows  # rarely needed
 
         must_fit = not (is_cpu or ignore_memory_plan)

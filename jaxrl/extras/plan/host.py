@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 
 
 def read_host_memory(root: Path = Path("/")) -> tuple[int | None, int | None]:
-    """Return the total and free memory of this process in bytes; None if unknown.
+    """Return the total and free memory available to this process, in bytes; None if unknown.
 
     Both are the minimum of /proc/meminfo (`MemTotal`, `MemAvailable`,
     https://docs.kernel.org/filesystems/proc.html) and the limits of cgroup v2

@@ -539,7 +539,7 @@ def _plan_sampling(config: ResolvedConfig, model: Architecture, target: Target) 
         moment["int8 weights in the compute dtype"] = 2 * operand_bytes * int8_values_per_layer
 
     if tower := model.tower:
-        patches = config.image_tokens * tower.num_patches_per_token
+        patches = config.max_image_tokens * tower.num_patches_per_token
         prefill["images, added in first layers"] = (
             prefill_tokens * tower.num_deepstack_layers * model.width * itemsize
         )
@@ -551,7 +551,7 @@ def _plan_sampling(config: ResolvedConfig, model: Architecture, target: Target) 
             "attention scores of patches": 2 * 4 * tower.num_scores(patches),
         }
         for moment in moments.values():
-            values = config.image_tokens * (1 + tower.num_deepstack_layers) * model.width
+            values = config.max_image_tokens * (1 + tower.num_deepstack_layers) * model.width
             moment["images, seen last"] = values * itemsize
     is_separate = config.mesh.rollout_devices or _frees_params(config)
     persistent = {} if is_separate else _count_state_bytes(config, model, mesh, "train")
@@ -612,7 +612,7 @@ def _plan_weight_sync(config: ResolvedConfig, model: Architecture, target: Targe
 def _plan_checkpoint(
     config: ResolvedConfig, model: Architecture, target: Target, stage: str
 ) -> Phase:
-    """Estimate the memory of saving on a CPU, where arrays are copied before writing."""
+    """Estimate the memory needed to save on a CPU, where arrays are copied before writing."""
     state = _count_state_bytes(config, model, make_target_mesh(config, model, target), stage)
     saved = sum(size for name, size in state.items() if name != "frozen weights")
     persistent = state | _count_search_bytes(config, target)[0]
@@ -652,7 +652,10 @@ def _make_phase(
     moments: dict[str, dict[str, int]],
     resident: dict[str, int] | None = None,
 ) -> Phase:
-    """Build a phase from nonzero terms, with `MARGIN` added to moments but not to `resident`."""
+    """Build a phase, dropping zero terms.
+
+    Adds `resident` and a margin to each entry of `moments`; `MARGIN` does not apply to `resident`.
+    """
     for moment, terms in moments.items():
         margin = {"margin": int(MARGIN * sum(terms.values()))}
         all_terms = (resident or {}) | terms | margin
@@ -788,7 +791,7 @@ def _get_extra_head_itemsize(config: ResolvedConfig, model: Architecture, target
 
 
 def _describe_shapes(config: ResolvedConfig, model: Architecture, target: Target) -> dict[str, str]:
-    """Describe the largest shapes of each phase, in total over all devices."""
+    """Describe the largest shapes of each phase, which are global unless "on a device"."""
     rollout, mesh, shapes = config.rollout, make_target_mesh(config, model, target), {}
     shards = count_batch_shards(mesh) * _shares_prompts(config, model, target)
     for stage in ("sft", "train"):

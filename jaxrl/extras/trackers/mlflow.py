@@ -28,8 +28,8 @@ MAX_PARAMS, MAX_METRICS = 100, 1000
 class MLflow:
     """Tracker for an MLflow run, stored where `MLFLOW_TRACKING_URI` says.
 
-    The step in charts is the record's index, and `step` is one of the metrics. Tables are files of
-    the run, in the format of `mlflow.log_table`. Calling `mlflow.log_table` would rewrite all
+    The step in charts is the record's index, and `step` is one of the metrics. Tables are run
+    artifacts in the format of `mlflow.log_table`. Calling `mlflow.log_table` would rewrite all
     earlier rows at every step, or list every file in a tag of limited length.
     """
 

@@ -239,9 +239,7 @@ class HFImageProcessor:
             dataclasses.replace(
                 group,
                 trajectories=tuple(
-                    dataclasses.replace(
-                        trajectory, attachments=tuple(map(self, trajectory.pictures))
-                    )
+                    dataclasses.replace(trajectory, attachments=tuple(map(self, trajectory.images)))
                     for trajectory in group.trajectories
                 ),
             )

@@ -46,8 +46,8 @@ class Qwen35VLConfig(Qwen3VLConfig):
         """Return all fields of `config.json`; the text class selects its section."""
         return {**fields, "tie_word_embeddings": bool(fields.get("tie_word_embeddings"))}
 
-    def hf_copied_prefixes(self) -> tuple[str, ...]:
-        """Return the prefix of the multi-token prediction layer."""
+    def hf_passthrough_prefixes(self) -> tuple[str, ...]:
+        """Return the prefix of the unused multi-token prediction layer."""
         return ("mtp.",)
 
 
