@@ -333,11 +333,6 @@ class Architecture(ABC):
         """Return the memory of one layer's experts, split over `expert` * `tensor` devices."""
         raise NotImplementedError
 
-    @property
-    def num_inactive_params(self) -> int:
-        """Return the number of expert parameters that a token does not use."""
-        return 0
-
 
 def is_axes_leaf(node: Any) -> bool:
     """Return True if `node` has the axis names of one array, False if it is a tuple of layers."""

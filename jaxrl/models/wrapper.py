@@ -48,7 +48,6 @@ class WrappedArchitecture(Architecture):
     partial_stacks: Any = _make_delegating_property("partial_stacks")
     recurrent_module: str = _make_delegating_property("recurrent_module")
     state_specs: Any = _make_delegating_property("state_specs")
-    num_inactive_params: Any = _make_delegating_property("num_inactive_params")
     hf_config: Any = _make_delegating_property("hf_config")
     hf_names: Any = _make_delegating_property("hf_names")
     hf_prefix_map: Any = _make_delegating_property("hf_prefix_map")

@@ -311,12 +311,6 @@ class QwenMoeConfig(QwenConfig):
             fused[f"{base}down_proj"] = FusedTensor(shape=(E, D, F), slices=down_slices)
         return fused
 
-    @property
-    def num_inactive_params(self) -> int:
-        """Number of expert parameters that a token does not use."""
-        params_per_expert = 3 * self.width * self.expert_width
-        return len(self.expert_layers) * (self.num_experts - self.top_k) * params_per_expert
-
     def estimate_layer_memory(self, tensor: int) -> MemoryTerms:
         """Estimate the memory of a dense layer whose MLP has the larger of two widths.
 
