@@ -64,7 +64,7 @@ def test_each_page_of_each_key_head_is_read_once_and_no_slot_is_written_twice(se
     limits = rng.integers(0, 40 * PAGE, rows) * (rng.random(rows) < 0.8)
     work = work_of(limits, num_heads)
     each = [span for own in spans(work, num_heads) for span in own]
-    read = [(x.matrix, x.head, x.start + i) for x in each for i in range(x.count)]
+    read = [(x.matrix, x.head, x.start + i) for x in each for i in range(x.num_pages)]
     expected = [(f, k, j) for f in range(rows) for k in range(num_heads)
               for j in range(-(-limits[f] // PAGE))]  # fmt: skip
     assert sorted(read) == expected
@@ -89,7 +89,7 @@ def test_parts_are_merged_to_the_softmax_over_all(monkeypatch):
             q[span.matrix, None, :, heads],
             *(x[:, span.head, None] for x in (keys, values)),
             tables[span.matrix, None, span.start :],
-            np.minimum(below, span.count * PAGE)[None],
+            np.minimum(below, span.num_pages * PAGE)[None],
         )
         out[span.slot], lse[span.slot] = (x[0, 0] for x in found)
     merged, merged_lse = jax.jit(lambda *x: pages_gpu._merge_partial_results(*x, 3))(out, lse, work)
