@@ -75,7 +75,7 @@ FAULTS: dict[str, dict[str, Any]] = {
     "sign": {"advantage.name": "benchmarks.recipe.negate_rewards"},
     "no_last_token": {"loss.token_filter.name": "benchmarks.recipe.drop_last_token"},
 }
-"""Changes of our configuration that the comparison should detect."""
+"""Changes of our configuration, to see which faults the comparison detects."""
 
 # Sums have no roles or special tokens, so that no sampled token reads differently in a trainer.
 CHAT_TEMPLATE = (
