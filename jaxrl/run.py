@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,7 @@ from jaxrl.config.keys import import_optional
 from jaxrl.config.schema import flatten_config
 from jaxrl.evaluate import evaluate, run_suites
 from jaxrl.logs.display import Display
-from jaxrl.logs.tokens import make_token_logger
 from jaxrl.logs.trackers import open_metrics_log
-from jaxrl.logs.writers import write_samples
 from jaxrl.models.initial_weights import load_frozen_params, load_trained_params
 from jaxrl.runtime import distributed, resume
 from jaxrl.runtime.checkpoint import (
@@ -383,7 +380,6 @@ def make_run_state(
     failures = FailureCounter(
         limit=settings.max_failed_steps, log=display.log, num_batches=progress.num_failed
     )
-    count = settings.num_logged_trajectories
     return RunState(
         settings=settings,
         progress=progress,
@@ -392,8 +388,6 @@ def make_run_state(
         # These are compared on resume.
         origin={"config": flatten_config(settings.values), "contents": dict(contents)},
         run_suites=run_suites,
-        write_samples=write_samples,
-        make_token_logger=partial(make_token_logger, count) if settings.tokens else None,
         **fields,
     )
 

@@ -29,6 +29,8 @@ from jaxrl.logs.steps import (
     compute_packing_metrics,
     merge_update_metrics,
 )
+from jaxrl.logs.tokens import FinishTokenLog, make_token_logger
+from jaxrl.logs.writers import write_samples
 from jaxrl.runtime import distributed
 from jaxrl.runtime.compilation import interruptible, is_out_of_memory
 from jaxrl.runtime.preemption import update_best
@@ -44,7 +46,6 @@ from jaxrl.training.controllers import Controllers, update_controllers, update_s
 from jaxrl.training.estimators import AdvantageEstimator
 from jaxrl.training.failures import explain_no_learning, has_updated_params
 from jaxrl.training.gradients import AccumulatedGradients, MinibatchPiece
-from jaxrl.training.interfaces import FinishTokenLog
 from jaxrl.training.method import Method, needs_divergences
 from jaxrl.training.minibatches import (
     compute_trajectory_filter_metrics,
@@ -129,10 +130,10 @@ class Learner:
         self.stage = stage = dataclasses.replace(stage, shape=shape)
         self.score = ScoreStep(components.model, temperature=method.temperature)
         self._kl_fn = make_kl_fn(self.score, components.mesh, stage.shape, method)
-        # Per-token notes (log.tokens) are optional.
-        self._token_logger = run_state.make_token_logger and run_state.make_token_logger(
-            self.score, stage.shape, method
-        )
+        self._token_logger = None
+        if run_state.settings.tokens:
+            count = run_state.settings.num_logged_trajectories
+            self._token_logger = make_token_logger(count, self.score, stage.shape, method)
         self._custom_losses: dict[Callable[..., Any], tuple[Method, UpdateStep]] = {}
 
     def _set_micro_rows(self, rows: int) -> None:
@@ -912,5 +913,5 @@ def log_trajectories(
     count = run_state.settings.num_logged_trajectories
     count = len(trajectories) if count < 0 else count
     samples = trajectories[:count], fields[:count]
-    run_state.write_samples(run_state.workdir, run_state.progress.step, *samples)
+    write_samples(run_state.workdir, run_state.progress.step, *samples)
     run_state.metrics_log.add_samples("train", samples[0])

@@ -77,7 +77,7 @@ def test_a_finished_run_with_fewer_steps_trains_no_more():
     components = types.SimpleNamespace(
         num_steps={"train": 2}, stages={"train": types.SimpleNamespace(num_steps=2)}, method=None
     )
-    unused = ("workdir", "checkpointer", "metrics_log", "run_suites", "write_samples", "failures")
+    unused = ("workdir", "checkpointer", "metrics_log", "run_suites", "failures")
     run_state = RunState(
         settings=settings_of(settings()),
         components=components,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,9 @@ import numpy as np
 from jaxrl.data.serialization import serialize_reward_records, serialize_turn
 from jaxrl.envs.images import Picture
 from jaxrl.types import Trajectory
+
+Record = Mapping[str, Any]
+"""A line of `metrics.jsonl`: `step`, `stage` and numbers. A number that is not finite is None."""
 
 OPTIONAL_FIELDS = (
     *("turn_starts", "contexts", "turn_rewards", "rest_reward", "turn_advantages"),

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
 
 from jaxrl.runtime.sharding import replicated_sharding
 from jaxrl.training.controllers import Controllers
-from jaxrl.training.interfaces import FinishTokenLog, TokenLogger
 from jaxrl.training.method import Method, has_kl_loss
 from jaxrl.training.minibatches import compute_token_kl_weights, split_minibatches
 from jaxrl.training.packing import BatchShape, PackedBatch
 from jaxrl.training.reference_kl import map_packed
 from jaxrl.training.update import ScoreStep
 from jaxrl.types import Batch, Group, Params, Trajectory, flatten_groups
+
+FinishTokenLog = Callable[[Params], list[dict[str, np.ndarray]]]
+TokenLogger = Callable[..., FinishTokenLog]
+"""See `make_token_logger`."""
 
 
 def make_token_logger(

@@ -13,8 +13,8 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.proto.summary_pb2 import Summary
 
+from jaxrl.logs.records import Record
 from jaxrl.logs.writers import MetricsLog, Table, Tracker
-from jaxrl.training.interfaces import Record
 from jaxrl.training.settings import Settings
 from jaxrl.utils.callables import format_failure
 

@@ -13,11 +13,11 @@ import numpy as np
 
 from jaxrl.logs.metrics import to_json_numbers
 from jaxrl.logs.records import (
+    Record,
     build_sample_table,
     build_trajectory_record,
     round_token_arrays,
 )
-from jaxrl.training.interfaces import Record
 from jaxrl.types import Trajectory
 from jaxrl.utils.files import (
     append_line,

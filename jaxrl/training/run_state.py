@@ -16,9 +16,13 @@ from jax.sharding import Mesh
 
 from jaxrl.data import serialization
 from jaxrl.envs.base import Task
+from jaxrl.logs.display import Display
 from jaxrl.logs.metrics import to_json_numbers
+from jaxrl.logs.records import Record
+from jaxrl.logs.writers import MetricsLog
 from jaxrl.models.layers import HOST_MEMORY
 from jaxrl.models.policy import Model
+from jaxrl.runtime.checkpoint import Checkpointer
 from jaxrl.runtime.compilation import interruptible
 from jaxrl.runtime.host_memory import trim_memory
 from jaxrl.runtime.preemption import BestEvaluation
@@ -26,14 +30,6 @@ from jaxrl.sampling.interfaces import RolloutFunction, Sampler
 from jaxrl.training.collect import CollectedGroups
 from jaxrl.training.controllers import Controllers
 from jaxrl.training.failures import FailureCounter
-from jaxrl.training.interfaces import (
-    CheckpointManager,
-    MetricWriter,
-    ProgressBar,
-    Record,
-    TokenLogger,
-    WriteSamples,
-)
 from jaxrl.training.method import Method, OptimizerSettings
 from jaxrl.training.packing import BatchShape, CompiledSizes, TokenSequence
 from jaxrl.training.settings import STAGES, Settings
@@ -236,16 +232,13 @@ class RunState:
     settings: Settings
     workdir: Path
     components: Components
-    checkpointer: CheckpointManager
-    metrics_log: MetricWriter
-    display: ProgressBar
+    checkpointer: Checkpointer
+    metrics_log: MetricsLog
+    display: Display
     progress: Progress
     restored: dict[str, Any]  # items of the restored checkpoint, which the stages pop
     should_stop: Callable[[], bool]
-    # These two are arguments because importing them would add their modules to the imports of
-    # train.py, which tests/test_dependencies.py bounds.
-    run_suites: RunSuites
-    write_samples: WriteSamples
+    run_suites: RunSuites  # an argument because `evaluate` imports this module
     origin: Mapping[str, Any]  # configuration and file fingerprints, compared on resume
     failures: FailureCounter  # counts consecutive batches in which every episode failed
     state: TrainState | None = None  # current state in the middle of a training stage
@@ -253,7 +246,6 @@ class RunState:
     saved: Progress | None = None  # progress in the newest checkpoint
     # Usage of the current step or evaluation, and of unfinished groups of the next step.
     pending_usage: UsageStats = field(default_factory=UsageStats)
-    make_token_logger: Callable[..., TokenLogger] | None = None  # None without `log.tokens`
     held_out: float | None = None  # score of the last evaluation; see `get_held_out_score`
 
     def begin_stage(self, stage: str) -> bool:

@@ -11,8 +11,8 @@ from typing import Any
 
 from jaxrl.config.schema import flatten_config
 from jaxrl.extras.trackers.run_id import read_or_create_id
+from jaxrl.logs.records import Record
 from jaxrl.logs.writers import Table
-from jaxrl.training.interfaces import Record
 
 TABLES_TAG = "mlflow.loggedArtifacts"
 """Tag that lists the artifacts that MLflow shows as tables."""

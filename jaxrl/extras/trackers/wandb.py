@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.extras.trackers.run_id import make_random_id, read_or_create_id
+from jaxrl.logs.records import Record
 from jaxrl.logs.writers import Table
-from jaxrl.training.interfaces import Record
 
 
 class WandB:
