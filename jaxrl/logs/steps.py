@@ -18,7 +18,8 @@ import numpy as np
 from jaxrl.objectives.metrics import REDUCTIONS, Metric, mean_or_nan
 from jaxrl.objectives.shaping import BUCKETS
 from jaxrl.runtime import distributed
-from jaxrl.sampling.interfaces import WAIT_REASONS, EngineCounts, Sampler
+from jaxrl.sampling.engine import Engine
+from jaxrl.sampling.interfaces import WAIT_REASONS, EngineCounts
 from jaxrl.training.controllers import Controllers, compute_mean_divergences
 from jaxrl.training.method import KLSettings
 from jaxrl.training.packing import PackedBatch
@@ -70,7 +71,7 @@ class StepTimer:
         }
 
 
-def compute_engine_metrics(engine: Sampler, before: EngineCounts) -> dict[str, float]:
+def compute_engine_metrics(engine: Engine, before: EngineCounts) -> dict[str, float]:
     """Summarize the work of all processes' samplers since the counters in `before`."""
     now, previous = dataclasses.asdict(engine.counts), dataclasses.asdict(before)
     deltas = {name: now[name] - previous[name] for name in now}
@@ -88,7 +89,7 @@ def compute_engine_metrics(engine: Sampler, before: EngineCounts) -> dict[str, f
     }
 
 
-def compute_wait_metrics(engine: Sampler) -> dict[str, float]:
+def compute_wait_metrics(engine: Engine) -> dict[str, float]:
     """Return the seconds spent waiting for environments, by reason (maximum over processes)."""
     parts = distributed.gather({name: engine.wait_s[name] for name in WAIT_REASONS})
     return {f"timing_s/wait_{name}": max(part[name] for part in parts) for name in WAIT_REASONS}

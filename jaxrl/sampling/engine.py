@@ -147,6 +147,13 @@ class Engine:
 
     `set_weights` allocates device memory for the weights; the next `submit` allocates memory for
     the cache. `release` frees both.
+
+    Attributes:
+        counts: Work done so far.
+        wait_s: Seconds spent waiting, by reason in `WAIT_REASONS`.
+        num_pages: Cache pages per shard.
+        peak_pages: Peak number of pages in use on a shard since the cache was created.
+        device: A sampling device.
     """
 
     def __init__(
@@ -249,7 +256,7 @@ class Engine:
             train_mesh=mesh if train_mesh is None else train_mesh,
             scan_layers=scan_layers,
         )
-        self.device = mesh.devices.flat[0]  # for computations on a single device
+        self.device = mesh.devices.flat[0]
         # A chunk dispatched before the last report is read may contain stopped rows. An accelerator
         # computes them in parallel with the others; a CPU would lose the time of a chunk per turn.
         self.overlaps = self.device.platform != "cpu"
@@ -308,7 +315,7 @@ class Engine:
         self._temperature = self._top_p = 1.0  # of all current requests
         self.counts = EngineCounts()
         self.wait_s: dict[str, float] = defaultdict(float)
-        self.peak_pages = 0  # peak pages in use on a shard since the cache was created
+        self.peak_pages = 0
         self._cache: SamplerCache | None = None
         self._state: DecodeState | None = None
         self._zero_pages: SamplerCache | None = None

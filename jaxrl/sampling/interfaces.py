@@ -6,10 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import jax
-
 from jaxrl.envs.images import Picture
-from jaxrl.types import Attachment, Group, Params
+from jaxrl.types import Attachment, Group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,45 +71,6 @@ WAIT_REASONS = ("lag", "cache", "tasks")
 `lag`: the schedule requires the reply, although rows could run. `cache`: the cache is full.
 `tasks`: all rows wait for replies.
 """
-
-
-class Sampler(Protocol):
-    """Sampler of the policy, such as `sampling.engine.Engine`.
-
-    Attributes:
-        counts: Work done so far.
-        wait_s: Seconds spent waiting, by reason in `WAIT_REASONS`.
-        num_pages: Cache pages per shard.
-        peak_pages: Peak number of cache pages in use on a shard.
-    """
-
-    counts: EngineCounts
-    wait_s: dict[str, float]
-    num_pages: int
-    peak_pages: int
-
-    @property
-    def num_compilations(self) -> int:
-        """Return the number of programs compiled so far."""
-
-    @property
-    def device(self) -> jax.Device:
-        """Return a sampling device."""
-
-    def describe_shapes(self) -> str:
-        """Describe the shapes that may be compiled, for display."""
-
-    def compile(self, show: Callable[[str], None]) -> None:
-        """Compile all programs that are not compiled yet; report progress to `show`."""
-
-    def set_weights(self, params: Params) -> None:
-        """Load all parameters of the policy; called once per update."""
-
-    def clear(self) -> None:
-        """Drop all requests and free the cache."""
-
-    def release(self) -> None:
-        """Free the memory of the cache and the weights."""
 
 
 class ImageProcessor(Protocol):

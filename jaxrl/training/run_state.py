@@ -26,7 +26,8 @@ from jaxrl.runtime.checkpoint import Checkpointer
 from jaxrl.runtime.compilation import interruptible
 from jaxrl.runtime.host_memory import trim_memory
 from jaxrl.runtime.preemption import BestEvaluation
-from jaxrl.sampling.interfaces import RolloutFunction, Sampler
+from jaxrl.sampling.engine import Engine
+from jaxrl.sampling.interfaces import RolloutFunction
 from jaxrl.training.collect import CollectedGroups
 from jaxrl.training.controllers import Controllers
 from jaxrl.training.failures import FailureCounter
@@ -69,7 +70,7 @@ class Components:
     tasks: Sequence[Task]  # a `Mixture`, which parses large sources on access
     eval_tasks: list[Task]
     demonstrations: Sequence[TokenSequence]
-    sampler: Sampler | None  # None if a model behind an endpoint samples
+    sampler: Engine | None  # None if a model behind an endpoint samples
     rollout: RolloutFunction
     controls: Mapping[str, RolloutFunction]  # replacements for `rollout`, by control suite
     # Environments of each control suite. A suite without an entry uses all environments.
@@ -87,7 +88,7 @@ class Components:
         return {name: stage.num_steps for name, stage in self.stages.items()}
 
     @property
-    def engine(self) -> Sampler:
+    def engine(self) -> Engine:
         """Sampler of the policy. Not available if the policy is behind an endpoint."""
         assert self.sampler is not None, f"{self.external} samples"
         return self.sampler
