@@ -37,7 +37,6 @@ from jaxrl.models.attention.reference import XLA, compute_past_boundaries
 from jaxrl.models.aux_arrays import TokenArraySpec
 from jaxrl.runtime.compilation import CompiledFunction, cached_jit, compile_all, join_keys
 from jaxrl.runtime.sharding import (
-    PIECE_AXES,
     cache_sharding,
     count_piece_shards,
     piece_sharding,
@@ -189,9 +188,10 @@ class Engine:
             eos_ids: Ids that also end a turn.
             num_rows: Maximum number of rows decoded together; a multiple of data * fsdp * expert *
                 context.
-            num_pages: Pages per shard; 0 for enough pages for `num_rows` rows of full length.
-            num_states: States per shard, if there are recurrent layers; 0 for two per row. Each row
-                and each prompt has one.
+            num_pages: Pages per shard, enough for at least one row of full length; 0 for enough
+                pages for `num_rows` such rows.
+            num_states: States per shard, at least 2, if there are recurrent layers; 0 for two per
+                row. Each row and each prompt has one.
             max_prompt_tokens: Maximum prompt length.
             max_total_tokens: Maximum combined length of the prompt, samples and observations.
             chunk_tokens: Decoding steps per chunk.
@@ -202,39 +202,18 @@ class Engine:
             max_units: Maximum number of attachment tokens in a trajectory; 0 for as many as fit.
             scan_layers: See `decode.Programs`.
             kinds: Sampling methods in `next_token.KINDS` that `submit` may use.
-
-        Raises:
-            ValueError: `num_rows` is not a multiple of data * fsdp * expert * context, or the pages
-                of a shard cannot hold one trajectory.
         """
         # Split rows and pages evenly over the shards.
         self.num_shards = count_piece_shards(mesh)
-        if num_rows % self.num_shards:
-            raise ValueError(
-                f"config.rollout.max_num_seqs={num_rows} is not a multiple of "
-                f"{' * '.join(PIECE_AXES)} = {self.num_shards}; every device needs the same number."
-            )
         self._mesh = mesh
         self._rows_per_shard = num_rows // self.num_shards
         self._max_prompt_tokens, self._max_total_tokens = max_prompt_tokens, max_total_tokens
         self.page_tokens = kernels.page_tokens
         self._table_pages = count_pages(max_total_tokens, self.page_tokens)
         self.num_pages = num_pages or self._rows_per_shard * self._table_pages
-        if self.num_pages < self._table_pages:
-            raise ValueError(
-                f"a cache of {self.num_pages} pages of {self.page_tokens} tokens does not hold one "
-                f"trajectory of config.rollout.max_total_tokens={max_total_tokens}, which fills "
-                f"{self._table_pages}; raise config.rollout.cache_gib or lower it (with several "
-                "contexts it is config.rollout.context.max_tokens)."
-            )
-
         self.num_states = 0
         if architecture.num_recurrent_layers:
             self.num_states = num_states or 2 * self._rows_per_shard
-            if self.num_states < 2:
-                raise ValueError(
-                    f"num_states is {num_states}; expected at least 2, for a row and its prompt."
-                )
 
         # Programs and weights, which depend only on the settings.
         self.programs = Programs(

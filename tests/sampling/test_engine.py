@@ -241,9 +241,3 @@ def test_sample_keys_are_unique():
     assert len(np.unique(keys, axis=0)) == len(keys)
     part = derive_sample_keys(0, 0, 0, positions[3:5], samples[3:5], attempts[3:5])
     np.testing.assert_array_equal(part, keys[3:5])
-
-
-def test_a_cache_that_cannot_hold_a_trajectory_is_refused():
-    message = r"3 pages of 16 tokens does not hold .*max_total_tokens=64, which fills 4"
-    with pytest.raises(ValueError, match=message):
-        Player(SMALL, TOKENIZER, STOPS, num_rows=4, num_pages=3)
