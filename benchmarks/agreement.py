@@ -307,7 +307,6 @@ def sample_greedily(device: Any) -> list[tuple[list[int], list[float]]]:
         num_tokens=MODEL.vocab_size,
         eos_ids=(),
         num_rows=SAMPLE_WORK.num_rows,
-        max_prompt_tokens=SAMPLE_WORK.prompt_tokens,
         max_total_tokens=SAMPLE_WORK.prompt_tokens + SAMPLE_WORK.new_tokens,
         chunk_tokens=SAMPLE_WORK.chunk_tokens,
         kernels=common.select_default_kernels(MODEL, mesh),

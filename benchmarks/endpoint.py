@@ -258,11 +258,11 @@ def measure(
     stops = StopAutomaton(tokenizer.vocab_bytes, ())
     # Random weights sample one of these ids every `turn_tokens` tokens on average.
     native = Engine(
-        model.architecture, mesh, stops, max_prompt_tokens=prompt_tokens, kinds=(next_token.FULL,),
+        model.architecture, mesh, stops, kinds=(next_token.FULL,),
         eos_ids=range(0, tokenizer.num_tokens - 2, work.turn_tokens), **engine_settings,
     )  # fmt: skip
     served = ServedEngine(
-        model.architecture, mesh, stops, max_prompt_tokens=total - 1, kinds=(next_token.FULL,),
+        model.architecture, mesh, stops, kinds=(next_token.FULL,),
         eos_ids=(), **engine_settings,
     )  # fmt: skip
     # Both engines have the same weights.

@@ -128,7 +128,6 @@ def make_engine(
         num_tokens=min(model.vocab_size, stops.is_hit.shape[1]),
         eos_ids=(),
         num_rows=work.num_rows,
-        max_prompt_tokens=work.prompt_tokens,
         max_total_tokens=max_total_tokens,
         chunk_tokens=work.chunk_tokens,
         dtype=jnp.dtype(model.dtype),

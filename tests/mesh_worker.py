@@ -162,7 +162,6 @@ def start_engine(mesh, config, params):
         num_tokens=NUM_TOKENS,
         eos_ids=[3],
         num_rows=NUM_ROWS,
-        max_prompt_tokens=16,
         max_total_tokens=64,
         chunk_tokens=4,
         records=bool(config.recorded_specs),

@@ -113,7 +113,7 @@ def observation(turn):
 
 @pytest.fixture(scope="module")
 def player():
-    sizes = {"num_rows": 3, "max_total_tokens": 160, "max_prompt_tokens": 160}
+    sizes = {"num_rows": 3, "max_total_tokens": 160}
     player = Player(SMALL, toy_tokenizer(), STOPS, **sizes)
     player.engine.set_weights(tiny_params(SMALL))
     return player

@@ -135,7 +135,6 @@ class Player:
         self.automaton = automaton or StopAutomaton(tokenizer.vocab_bytes, stop_strings)
         defaults = {
             "chunk_tokens": 8,
-            "max_prompt_tokens": ROOMY.max_prompt_tokens,
             "max_total_tokens": ROOMY.max_total_tokens,
         }
         self.engine = Engine(

@@ -631,7 +631,6 @@ def build_engine(
         num_rows=rollout.max_num_seqs // jax.process_count(),
         num_pages=num_pages,
         num_states=cache.num_states,
-        max_prompt_tokens=c.prompt_tokens,
         max_total_tokens=length,
         chunk_tokens=rollout.chunk_tokens,
         max_units=c.max_image_tokens,

@@ -204,17 +204,6 @@ class ResolvedConfig:
         return int(rollout.context.max_tokens if self.has_contexts else rollout.max_total_tokens)
 
     @property
-    def prompt_tokens(self) -> int:
-        """Maximum length of a sampler prompt in tokens.
-
-        If episodes resume or have several contexts, a prompt may fill the entire context.
-        """
-        resumes = self.has_contexts or self.config.filter.unfinished_tasks > 0
-        if resumes or self.has_custom_rollout:
-            return self.context_tokens
-        return int(self.config.rollout.max_prompt_tokens)
-
-    @property
     def max_image_tokens(self) -> int:
         """Maximum number of image tokens in a trajectory.
 

@@ -166,7 +166,6 @@ class Engine:
         num_rows: int,
         num_pages: int = 0,
         num_states: int = 0,
-        max_prompt_tokens: int,
         max_total_tokens: int,
         chunk_tokens: int,
         dtype: Any = jnp.float32,
@@ -192,7 +191,6 @@ class Engine:
                 pages for `num_rows` such rows.
             num_states: States per shard, at least 2, if there are recurrent layers; 0 for two per
                 row. Each row and each prompt has one.
-            max_prompt_tokens: Maximum prompt length.
             max_total_tokens: Maximum combined length of the prompt, samples and observations.
             chunk_tokens: Decoding steps per chunk.
             dtype: Type of weights, activations and cache.
@@ -207,7 +205,7 @@ class Engine:
         self.num_shards = count_piece_shards(mesh)
         self._mesh = mesh
         self._rows_per_shard = num_rows // self.num_shards
-        self._max_prompt_tokens, self._max_total_tokens = max_prompt_tokens, max_total_tokens
+        self._max_total_tokens = max_total_tokens
         self.page_tokens = kernels.page_tokens
         self._table_pages = count_pages(max_total_tokens, self.page_tokens)
         self.num_pages = num_pages or self._rows_per_shard * self._table_pages
@@ -491,17 +489,12 @@ class Engine:
         Raises:
             RuntimeError: There are no weights, or current requests have different sampling
                 settings.
-            ValueError: A prompt is too long or a budget is below 1; no request is queued.
+            ValueError: A budget is below 1, or exceeds `max_total_tokens` with its prompt; no
+                request is queued.
         """
         if self._weights is None:
             raise RuntimeError("the engine has no weights; call set_weights first.")
         for request in requests:
-            if len(request.prompt_ids) > self._max_prompt_tokens:
-                raise ValueError(
-                    f"a prompt has {len(request.prompt_ids)} tokens, but the engine was built for "
-                    f"max_prompt_tokens={self._max_prompt_tokens}. This is a bug in jaxrl: longer "
-                    "prompts should be truncated or rejected earlier."
-                )
             self._check_budget(len(request.prompt_ids), request.budget)
             self._prefill_batcher.check_attachments(request.prompt_ids, request.attachments)
         numbers = list(range(self._next_request, self._next_request + len(requests)))
@@ -536,12 +529,11 @@ class Engine:
 
     def _check_budget(self, length: int, budget: int) -> None:
         """Check that a budget is at least 1 and that the row fits in `max_total_tokens`."""
-        if budget < 1:
-            raise ValueError(f"a request may sample {budget} tokens; expected at least 1.")
-        if length + budget > self._max_total_tokens:
+        if budget < 1 or length + budget > self._max_total_tokens:
             raise ValueError(
-                f"a request of {length} tokens has a budget of {budget}; expected a total of up to "
-                f"max_total_tokens={self._max_total_tokens}. This is a bug in jaxrl."
+                f"a request of {length} tokens has a budget of {budget}; expected at least 1, and "
+                f"a total of up to max_total_tokens={self._max_total_tokens}. This is a bug in "
+                "jaxrl."
             )
 
     def _select_sampling_method(self, temperature: float, top_p: float) -> str:

@@ -60,7 +60,7 @@ def build_engine(num_pages, scan_layers=False):
     kernels = dataclasses.replace(XLA, page_tokens=PAGE)
     engine = Player(
         SMALL, TOKENIZER, ("a", "e", "t"), num_rows=20, num_pages=num_pages, chunk_tokens=4,
-        max_prompt_tokens=20, max_total_tokens=LONGEST, kernels=kernels, scan_layers=scan_layers,
+        max_total_tokens=LONGEST, kernels=kernels, scan_layers=scan_layers,
     ).engine  # fmt: skip
     engine.row_sizes = engine.row_sizes[-1:]  # other shapes round differently
     return engine

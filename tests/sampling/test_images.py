@@ -26,7 +26,7 @@ TURN = 5  # tokens sampled before an observation
 
 def build_engine(name="qwen2_5_vl", **settings):
     """Build an engine with few pages, so that requests are preempted."""
-    sizes = {"num_rows": 4, "num_pages": 8, "max_prompt_tokens": 64, "max_total_tokens": 96}
+    sizes = {"num_rows": 4, "num_pages": 8, "max_total_tokens": 96}
     return Engine(
         golden(name)[0],
         one_device_mesh(),
@@ -144,7 +144,7 @@ def test_a_prompt_read_in_pieces_has_the_logprobs_of_the_full_pass(monkeypatch):
     prompt[185:195] = VIDEO
     monkeypatch.setattr("jaxrl.sampling.engine.list_prefill_buckets", lambda *_: [64])
     engine = build_engine(
-        "qwen3_vl", num_rows=1, num_pages=16, max_prompt_tokens=224, max_total_tokens=240,
+        "qwen3_vl", num_rows=1, num_pages=16, max_total_tokens=240,
         max_units=50,
     )  # fmt: skip
     request = Request(

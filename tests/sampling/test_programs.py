@@ -56,7 +56,7 @@ def test_a_cpu_decodes_at_least_two_rows_in_bfloat16(
 def build_engine(model, *, num_rows=256, max_total_tokens=4096, **settings):
     return Engine(
         MODELS[model], one_device_mesh(), StopAutomaton([b"a"], ()), num_tokens=1, eos_ids=(),
-        num_rows=num_rows, max_prompt_tokens=16, max_total_tokens=max_total_tokens,
+        num_rows=num_rows, max_total_tokens=max_total_tokens,
         chunk_tokens=8, **settings,
     )  # fmt: skip
 

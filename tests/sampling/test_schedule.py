@@ -46,8 +46,8 @@ class SlowEnv(ScriptedEnv):
 
 
 def build_player(chunk_tokens):
-    """Build a player with fewer rows than samples; a continued trajectory is a prompt."""
-    sizes = {"num_rows": NUM_ROWS, "max_prompt_tokens": ROOMY.max_total_tokens}
+    """Build a player with fewer rows than samples."""
+    sizes = {"num_rows": NUM_ROWS}
     return Player(SMALL, toy_tokenizer(), STOPS, chunk_tokens=chunk_tokens, **sizes)
 
 
@@ -404,7 +404,7 @@ def mixed_player():
     automata = join_automata(
         [StopAutomaton(tokenizer.vocab_bytes, stops) for stops in MIXED_STOPS.values()]
     )
-    sizes = {"num_rows": NUM_ROWS, "max_prompt_tokens": ROOMY.max_total_tokens}
+    sizes = {"num_rows": NUM_ROWS}
     player = Player(SMALL, tokenizer, (), chunk_tokens=4, automaton=automata[0], **sizes)
     player.engine.set_weights(PARAMS)
     return player, dict(zip(MIXED_STOPS, automata, strict=True))

@@ -73,7 +73,6 @@ def greedy(params, config, prompts, num_tokens):
         num_tokens=config.vocab_size,
         eos_ids=(),
         num_rows=2,
-        max_prompt_tokens=16,
         max_total_tokens=224,
         chunk_tokens=50,
         kernels=XLA,

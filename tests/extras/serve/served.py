@@ -46,7 +46,6 @@ def make_engine(params=PARAMS, config=CONFIG, kind=ServedEngine, **settings):
             "num_rows": 4,
             "chunk_tokens": 4,
             "max_total_tokens": MAX_TOTAL,
-            "max_prompt_tokens": MAX_TOTAL - 1,
             **settings,
         },
     )

@@ -240,7 +240,7 @@ def test_a_trace_has_the_ids_of_the_engine(folder, rooms, searched, quick_compil
     config = dataclasses.replace(CONFIG, width=256, mlp_width=64)
     ids = prompts[-1] + answers[-1]
     params = taught(tiny_params(config), config, ids, start=len(prompts[0]))
-    engine = make_engine(params, config, max_total_tokens=1024, max_prompt_tokens=1023)
+    engine = make_engine(params, config, max_total_tokens=1024)
     with serving(engine, max_cached_rows=4) as (server, client):
         output, traces = play(folder, server.port, rooms[:1] * 3)
         metrics = client.metrics()
