@@ -452,13 +452,9 @@ class Engine:
     def release(self) -> None:
         """Free the memory of the cache and the weights, for example before an update.
 
-        `set_weights` recreates the weights, and the next `submit` recreates the cache.
-
-        Raises:
-            RuntimeError: There are unfinished requests; `clear` drops them.
+        `set_weights` recreates the weights, and the next `submit` recreates the cache. There must
+        be no requests.
         """
-        if not self.is_idle:
-            raise RuntimeError("the engine still has requests; finish or clear them first.")
         self.clear()
         self._free_weights()
 
