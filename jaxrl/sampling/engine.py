@@ -58,7 +58,6 @@ from jaxrl.sampling.prefill import PrefillBatcher, PrefillPiece
 from jaxrl.sampling.scheduler import (
     BlockScheduler,
     PromptTokens,
-    RecordedArrays,
     RecordedBlock,
     Row,
 )
@@ -957,11 +956,9 @@ class Engine:
                 )
                 if arrays:
                     jax.tree.map(lambda x: x.copy_to_host_async(), arrays)
-                    recorded = RecordedArrays(arrays)
                     for piece, index in members:
-                        piece.row.recorded_blocks.append(
-                            RecordedBlock(recorded, index, piece.num_tokens)
-                        )
+                        block = RecordedBlock(arrays, index, piece.num_tokens)
+                        piece.row.recorded_blocks.append(block)
 
     def _embed_attachments(
         self, attached: list[tuple[Attachment, ...]]

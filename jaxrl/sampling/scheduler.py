@@ -16,30 +16,20 @@ from jaxrl.sampling.blocks import PagePool, count_pages
 from jaxrl.types import Attachment
 
 
-class RecordedArrays:
-    """Per-token arrays recorded by one program call, kept on the device until first used."""
-
-    def __init__(self, arrays: Mapping[str, Any]):
-        """Wrap named arrays `[b, Q, ...]` whose transfer to the host has already started."""
-        self._arrays = arrays
-
-    def get_block(self, index: int, count: int) -> dict[str, np.ndarray]:
-        """Return the values of the first `count` tokens of a block, `[count, ...]`."""
-        self._arrays = {name: np.asarray(array) for name, array in self._arrays.items()}
-        return {name: array[index, :count] for name, array in self._arrays.items()}
-
-
 class RecordedBlock(NamedTuple):
     """Reference to the recorded arrays of a row's tokens in one prefill block."""
 
-    recorded: RecordedArrays
+    recorded: Mapping[str, Any]  # device arrays [b, Q, ...]
     block_index: int
     num_tokens: int
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
         """Return the recorded arrays by name, `[num_tokens, ...]`."""
-        return self.recorded.get_block(self.block_index, self.num_tokens)
+        return {
+            name: np.asarray(array)[self.block_index, : self.num_tokens]
+            for name, array in self.recorded.items()
+        }
 
 
 class PromptTokens(NamedTuple):
