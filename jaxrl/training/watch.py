@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -53,15 +52,6 @@ class CollapseSign:
     name: str  # lower case and underscores; the metric is `sentinel/NAME`
     text: str  # explanation with numbers, and advice
     since: int  # newest healthy step of the stage
-
-    def __post_init__(self) -> None:
-        """Validate the fields, which are written to metrics and checkpoints."""
-        is_name = isinstance(self.name, str) and re.fullmatch("[a-z][a-z0-9_]*", self.name)
-        if not is_name or not isinstance(self.text, str) or type(self.since) is not int:
-            raise TypeError(
-                f"{self!r:.120}; expected a name of lower-case letters, digits and underscores, a "
-                "text, and a number of steps"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
