@@ -77,7 +77,6 @@ from jaxrl.utils.callables import NamedFunction
 def train(run_state: RunState, params: Params) -> Params:
     """Run the RL stage and return the trained parameters."""
     if not run_state.begin_stage("train"):
-        run_state.report_extra_steps(run_state.components.num_steps["train"])
         return params
     learner = Learner(run_state, params)
     learner.start_stage()

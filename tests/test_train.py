@@ -11,7 +11,7 @@ from jaxrl.builders.method import compute_batch_shape
 from jaxrl.logs.display import Display
 from jaxrl.runtime.preemption import Interrupted
 from jaxrl.sampling.interfaces import EngineCounts
-from jaxrl.train import train, update_gate
+from jaxrl.train import update_gate
 from jaxrl.training.collector import Collector
 from jaxrl.training.controllers import Controllers
 from jaxrl.training.estimators import AdvantageEstimator
@@ -70,27 +70,6 @@ def test_an_evaluation_in_which_every_search_failed_leaves_the_gate_unchanged():
     update_gate(run_state, {"timing_s/testing": 1.0})
     assert run_state.progress.controllers.gate.best == 0.5
     assert run_state.progress.controllers.gate.tolerance == 0
-
-
-def test_a_finished_run_with_fewer_steps_trains_no_more():
-    lines = []
-    components = types.SimpleNamespace(
-        num_steps={"train": 2}, stages={"train": types.SimpleNamespace(num_steps=2)}, method=None
-    )
-    unused = ("workdir", "checkpointer", "metrics_log", "run_suites", "failures")
-    run_state = RunState(
-        settings=settings_of(settings()),
-        components=components,
-        display=types.SimpleNamespace(log=lines.append),
-        progress=Progress(stage="train", stage_step=6),
-        restored={},
-        should_stop=lambda: False,
-        origin={},
-        **dict.fromkeys(unused),
-    )
-    assert train(run_state, "weights") == "weights"
-    [line] = lines
-    assert line.startswith("train: 6 steps are done, and config.num_steps is 2: nothing is left")
 
 
 def test_the_cost_of_an_interrupted_collection_is_counted():

@@ -265,15 +265,6 @@ class RunState:
         progress.in_flight_tasks = []
         return True
 
-    def report_extra_steps(self, num_steps: int) -> None:
-        """Log a message if the train stage has already done more than `num_steps` steps."""
-        progress = self.progress
-        if progress.stage == "train" and progress.stage_step > num_steps:
-            self.display.log(
-                f"train: {progress.stage_step} steps are done, and config.num_steps is "
-                f"{num_steps}: nothing is left to train"
-            )
-
     def init_or_restore_state(self, params: Params) -> TrainState:
         """Return the training state: new at the start of a stage, else restored."""
         if "optimizer" in self.restored:
