@@ -215,11 +215,6 @@ def collect(
         num_batches += 1
         num_resampled += num_retried
         num_generated += len(flatten_groups(groups)) + num_retried * method.group_size
-        if num_batches % _WARN_EVERY == 0 and len(accepted) < num_wanted:
-            failures.log(
-                f"warning: {len(accepted)} of {num_wanted} groups have passed the filter in "
-                f"{num_batches} batches; the groups were: {_describe_group_kinds(sampled_stats)}"
-            )
     surplus_groups = accepted[num_wanted:]
     carried_groups: list[Group] = []
     if settings.carry_over:
@@ -246,10 +241,6 @@ def collect(
             **compute_search_metrics(sampler.call_records),
         },
     )
-
-
-_WARN_EVERY = 10
-"""Number of batches in one step between warnings that groups are missing."""
 
 
 def draw_tasks(
@@ -282,15 +273,6 @@ def draw_tasks(
     return draws, num_tasks_taken
 
 
-def _describe_group_kinds(sampled_stats: Sequence[GroupStats]) -> str:
-    """Describe the number of groups of each kind (`GROUP_KINDS`), and the first error."""
-    kinds = Counter(group.kind for group in sampled_stats)
-    counts = [(kinds[kind], kind.replace("_", " ")) for kind in GROUP_KINDS if kinds[kind]]
-    shares = ", ".join(f"{count} {name}" for count, name in counts)
-    error = next((truncate_to_line(group.error) for group in sampled_stats if group.error), "")
-    return shares + (f" (the first environment error: {error})" if error else "")
-
-
 def describe_failures(sampled_stats: Sequence[GroupStats]) -> str | None:
     """Describe a step's failed episodes and the first error; None if none or all failed.
 
@@ -309,10 +291,14 @@ def _describe_shortage(
 ) -> str:
     group_filter = method.filter.group_filter
     assert group_filter is not None
+    kinds = Counter(group.kind for group in sampled_stats)
+    counts = [f"{kinds[kind]} {kind.replace('_', ' ')}" for kind in GROUP_KINDS if kinds[kind]]
+    error = next((truncate_to_line(group.error) for group in sampled_stats if group.error), "")
     return (
         f"after {num_batches} batches (config.filter.max_batches) only {num_accepted} of "
         f"{method.tasks_per_step} groups have passed config.filter.name={group_filter.name!r}; the "
-        f"{len(sampled_stats)} groups sampled were: {_describe_group_kinds(sampled_stats)}. If "
+        f"{len(sampled_stats)} groups sampled were: {', '.join(counts)}"
+        f"{f' (the first environment error: {error})' if error else ''}. If "
         "most failed, fix what the error names. If most are all right, the tasks are too easy for "
         "this policy; if most are all wrong, too hard: raise config.filter.max_batches (0: no "
         "limit) or, with --accept_changes, change config.tasks.train.source or "
