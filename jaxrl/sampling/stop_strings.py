@@ -102,11 +102,6 @@ def _build_byte_automaton(patterns: Sequence[bytes]) -> tuple[np.ndarray, np.nda
                 ends.append(False)
             state = children[state][byte]
         ends[state] = True
-    if len(children) > np.iinfo(np.int16).max:
-        raise ValueError(
-            f"the stop strings need {len(children)} states; expected fewer than 2**15. "
-            "Shorten the environment's `stop_strings`."
-        )
 
     # Breadth first: a state's longest proper suffix is shorter, so its transitions are complete.
     transitions = np.zeros((len(children), 256), np.int16)
