@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, NamedSharding
 
 from jaxrl.models.architecture import Architecture
-from jaxrl.runtime.compilation import cached_jit, compile_all, join_keys
+from jaxrl.runtime.compilation import cached_jit, join_keys
 from jaxrl.runtime.host_memory import trim_memory
 from jaxrl.runtime.sharding import decode_shardings, move_to_local_mesh, param_shardings
 from jaxrl.types import Params
@@ -104,21 +104,12 @@ class WeightConverter:
             weights = jax.tree.leaves(prepare(jax.tree.unflatten(structure, leaves)))
             return [weights[index] for index in targets]
 
-        program = cached_jit(
+        return cached_jit(
             convert_selected,
             name="weights",
             key=join_keys(self._key, inputs, targets),
             out_shardings=[self._output_shardings[index] for index in targets],
         )
-        compiled: list[Any] = []
-
-        def compile_and_convert(params: list[jax.Array]) -> list[jax.Array]:
-            if not compiled:
-                lowered = program.lower(params)
-                compile_all([lambda: compiled.append(lowered.compile())])
-            return compiled[0](params)
-
-        return compile_and_convert
 
     def convert(self, params: Params) -> Params:
         """Free the previous weights, then convert training parameters to sampler weights.
