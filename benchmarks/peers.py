@@ -46,7 +46,7 @@ from jaxrl.builders.method import build_method
 from jaxrl.builders.resolved import resolve_names
 from jaxrl.config import default_config
 from jaxrl.models.hf_weights import load_hf, save_hf
-from jaxrl.training.minibatches import shard_minibatches
+from jaxrl.training.minibatches import shard_minibatch
 from jaxrl.training.optimizer import make_optimizer
 from jaxrl.training.policy_loss import make_policy_loss
 from jaxrl.training.update import ScoreStep, UpdateStep, init_state
@@ -146,8 +146,8 @@ class JaxrlPeer:
 
     def _put_batch(self) -> Any:
         params = self._state.params
-        packed, mesh, method = [self._packed], self._mesh, self._method
-        return shard_minibatches(packed, mesh, self._score, params, None, method)[0]
+        packed, mesh, method = self._packed, self._mesh, self._method
+        return shard_minibatch(packed, mesh, self._score, params, None, method)
 
     def sample(self, number: int) -> None:
         """Sample all completions with the current weights."""

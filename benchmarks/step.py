@@ -46,7 +46,11 @@ from jaxrl.builders.resolved import ResolvedConfig, resolve_names
 from jaxrl.config import default_config
 from jaxrl.training.controllers import Controllers
 from jaxrl.training.estimators import AdvantageEstimator
-from jaxrl.training.minibatches import make_minibatches, shard_minibatches
+from jaxrl.training.minibatches import (
+    divide_into_minibatches,
+    make_minibatch,
+    shard_minibatch,
+)
 from jaxrl.training.optimizer import make_optimizer
 from jaxrl.training.packing import PackedBatch
 from jaxrl.training.policy_loss import make_policy_loss
@@ -194,11 +198,17 @@ class Steps:
     def _pack(self, groups: Sequence[Group], number: int) -> list[PackedBatch]:
         method = self._method
         groups = self._estimate(groups, number, number)
-        return make_minibatches(groups, self._shape, method, controllers=Controllers.init(method))
+        return [
+            make_minibatch(part, self._shape, method, controllers=Controllers.init(method))
+            for part in divide_into_minibatches(groups, method.optimizer.num_minibatches)
+        ]
 
     def _shard(self, minibatches: Sequence[PackedBatch]) -> list[Batch]:
         params = self._state.params
-        return shard_minibatches(minibatches, self._mesh, self._score, params, None, self._method)
+        return [
+            shard_minibatch(packed, self._mesh, self._score, params, None, self._method)
+            for packed in minibatches
+        ]
 
     def _start_update(self, minibatches: Sequence[PackedBatch], batches: Sequence[Batch]) -> None:
         for packed, batch in zip(minibatches, batches, strict=True):

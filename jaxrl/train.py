@@ -50,9 +50,9 @@ from jaxrl.training.method import Method, needs_divergences
 from jaxrl.training.minibatches import (
     compute_trajectory_filter_metrics,
     divide_into_minibatches,
-    make_minibatches,
+    make_minibatch,
     select_trained_trajectories,
-    shard_minibatches,
+    shard_minibatch,
     split_by_num_sequences,
 )
 from jaxrl.training.packing import PackedBatch
@@ -570,7 +570,7 @@ class Learner:
         for part in divide_into_minibatches(groups, method.optimizer.num_minibatches):
             pieces = []
             for piece_groups in split_by_num_sequences(part, self.stage.shape.num_sequences):
-                [packed] = make_minibatches(
+                packed = make_minibatch(
                     piece_groups,
                     self.stage.shape,
                     dataclasses.replace(method, optimizer=single),
@@ -580,8 +580,8 @@ class Learner:
                 if not packed.num_loss_tokens:
                     continue
                 with interruptible(run_state.should_stop):
-                    [batch] = shard_minibatches(
-                        [packed], mesh, self.score, self.state.params, run_state.ref_params, method
+                    batch = shard_minibatch(
+                        packed, mesh, self.score, self.state.params, run_state.ref_params, method
                     )
                 trained = select_trained_trajectories(piece_groups, method).values()
                 counts = np.array([t.num_sampled for t in trained], int)

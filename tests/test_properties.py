@@ -21,7 +21,7 @@ from jaxrl.models.policy import Model
 from jaxrl.objectives.advantages import ESTIMATORS
 from jaxrl.runtime.sharding import make_mesh, param_shardings
 from jaxrl.training.controllers import Controllers
-from jaxrl.training.minibatches import make_minibatches
+from jaxrl.training.minibatches import make_minibatch
 from jaxrl.training.packing import BatchShape, SequenceSize, balance_rows
 from jaxrl.training.policy_loss import make_policy_loss
 from jaxrl.training.update import GradientStep
@@ -357,7 +357,7 @@ def test_by_default_a_batch_has_no_optional_field():
     groups = replace_fields(groups, advantage=[1.0] * 16)
     method = method_of(default_config())
     shape = BatchShape(num_micro=4, micro_rows=4, row_tokens=16)
-    (packed,) = make_minibatches(groups, shape, method, controllers=Controllers())
+    packed = make_minibatch(groups, shape, method, controllers=Controllers())
     names = {
         *("token_ids", "segment_ids", "positions", "loss_mask", "token_weights"),
         *("advantages", "rollout_logprobs"),

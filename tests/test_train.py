@@ -16,7 +16,7 @@ from jaxrl.training.collector import Collector
 from jaxrl.training.controllers import Controllers
 from jaxrl.training.estimators import AdvantageEstimator
 from jaxrl.training.failures import FailureCounter
-from jaxrl.training.minibatches import make_minibatches
+from jaxrl.training.minibatches import divide_into_minibatches, make_minibatch
 from jaxrl.training.run_state import Progress, RunState
 from jaxrl.training.usage import UsageStats
 from jaxrl.types import Group
@@ -31,7 +31,10 @@ def minibatches(trajectories, **changes):
     )
     shape, method = compute_batch_shape(resolved(config), "train"), method_of(config)
     groups = AdvantageEstimator(method.advantage, method.seed)(grouped(trajectories), 0, 0)
-    return make_minibatches(groups, shape, method, controllers=Controllers())
+    return [
+        make_minibatch(part, shape, method, controllers=Controllers())
+        for part in divide_into_minibatches(groups, method.optimizer.num_minibatches)
+    ]
 
 
 def test_environment_errors_leave_the_loss_of_the_others_unchanged():

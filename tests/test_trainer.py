@@ -23,7 +23,7 @@ from jaxrl.objectives.losses import PolicyLoss
 from jaxrl.runtime.checkpoint import list_steps
 from jaxrl.training.controllers import Controllers
 from jaxrl.training.gradients import AccumulatedGradients
-from jaxrl.training.minibatches import make_minibatches
+from jaxrl.training.minibatches import make_minibatch
 from jaxrl.training.policy_loss import make_policy_loss
 from jaxrl.training.update import GradientStep, shard_batch
 from jaxrl.types import Group, flatten_groups
@@ -473,7 +473,7 @@ def test_accumulated_gradients_are_those_of_one_large_minibatch(trainer, monkeyp
     # All groups in one batch of a larger shape.
     assert count > shape.num_sequences
     method, _ = learner._select_loss(weighted_logprobs)
-    [packed] = make_minibatches(
+    packed = make_minibatch(
         groups, replace(shape, num_micro=2 * shape.num_micro), method, controllers=Controllers()
     )
     gradient = GradientStep(model, make_policy_loss(method), temperature=method.temperature)

@@ -11,7 +11,11 @@ import numpy as np
 from jaxrl.runtime.sharding import replicated_sharding
 from jaxrl.training.controllers import Controllers
 from jaxrl.training.method import Method, has_kl_loss
-from jaxrl.training.minibatches import compute_token_kl_weights, split_minibatches
+from jaxrl.training.minibatches import (
+    compute_token_kl_weights,
+    divide_into_minibatches,
+    select_trained_tokens,
+)
 from jaxrl.training.packing import BatchShape, PackedBatch
 from jaxrl.training.reference_kl import map_packed
 from jaxrl.training.update import ScoreStep
@@ -49,7 +53,9 @@ def make_token_logger(
         # Weights and advantages, as the loss of each mini-batch uses them.
         token_arrays: list[dict[str, np.ndarray]] = [{} for _ in flatten_groups(groups)]
         trained: dict[int, Trajectory] = {}
-        for minibatch, fields in split_minibatches(groups, controllers, method):
+        offset = 0  # index of the mini-batch's first trajectory
+        for part in divide_into_minibatches(groups, method.optimizer.num_minibatches):
+            minibatch, fields = select_trained_tokens(part, controllers, method)
             trajectories = [*minibatch.values()]
             arrays = {
                 "token_weights": fields["token_weights"],
@@ -59,12 +65,14 @@ def make_token_logger(
                 arrays["kl_weights"] = compute_token_kl_weights(
                     trajectories, controllers, method.kl
                 )
-            for row, (index, trajectory) in enumerate(minibatch.items()):
+            for row, (index_in_part, trajectory) in enumerate(minibatch.items()):
+                index = offset + index_in_part
                 if num_trajectories < 0 or index < num_trajectories:
                     trained[index], mask = trajectory, trajectory.loss_mask
                     token_arrays[index] = {
                         n: np.where(mask, x[row], 0.0) for n, x in arrays.items()
                     }
+            offset += len(flatten_groups(part))
 
         def add_logprobs(name: str, policy: Params, *, is_reference: bool = False) -> None:
             def score_batch(batch: Batch, packed: PackedBatch) -> list[jax.Array]:

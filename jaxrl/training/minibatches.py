@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from jax.sharding import Mesh
@@ -28,15 +28,15 @@ from jaxrl.types import Batch, Group, Params, Trajectory, flatten_groups
 from jaxrl.utils.callables import wrap_user_code
 
 
-def make_minibatches(
+def make_minibatch(
     groups: Sequence[Group],
     shape: BatchShape,
     method: Method,
     *,
     controllers: Controllers,
     num_shards: int = 1,
-) -> list[PackedBatch]:
-    """Pack groups into mini-batches on the host, in task order and without splitting a group.
+) -> PackedBatch:
+    """Pack groups into a mini-batch on the host.
 
     Environment errors and trajectories that `filter.trajectories` drops are excluded; dropped
     trajectories still count toward their group's statistics. With `optimizer.skip_signal_free`,
@@ -45,55 +45,49 @@ def make_minibatches(
 
     Args:
         groups: Groups with advantages, and with divergences if the method needs them.
-        shape: Shape of every mini-batch.
+        shape: Shape of the mini-batch.
         method: Training method.
         controllers: Controllers that set the KL coefficient of each token.
         num_shards: Number of devices that split the rows of a micro-batch.
     """
     trains_all = method.trains_on_zero_advantages or not method.optimizer.skip_signal_free
-    minibatches = []
-    for selected, fields in split_minibatches(groups, controllers, method):
-        scored = [*selected.values()]
-        with_gradient = [i for i, t in enumerate(scored) if trains_all or t.has_signal]
-        without_gradient = [i for i, t in enumerate(scored) if not (trains_all or t.has_signal)]
-        packed, rest = (
-            pack_sequences(
-                [scored[i] for i in indices],
-                [scored[i].token_advantages for i in indices],
-                shape,
-                token_fields={n: [values[i] for i in indices] for n, values in fields.items()},
-                num_loss_tokens=sum(t.num_sampled for t in scored),
-                num_shards=num_shards,
-            )
-            for indices in (with_gradient, without_gradient)
+    selected, fields = select_trained_tokens(groups, controllers, method)
+    scored = [*selected.values()]
+    with_gradient = [i for i, t in enumerate(scored) if trains_all or t.has_signal]
+    without_gradient = [i for i, t in enumerate(scored) if not (trains_all or t.has_signal)]
+    packed, rest = (
+        pack_sequences(
+            [scored[i] for i in indices],
+            [scored[i].token_advantages for i in indices],
+            shape,
+            token_fields={n: [values[i] for i in indices] for n, values in fields.items()},
+            num_loss_tokens=sum(t.num_sampled for t in scored),
+            num_shards=num_shards,
         )
-        minibatches.append(dataclasses.replace(packed, rest=rest if rest.num_tokens else None))
-    return minibatches
+        for indices in (with_gradient, without_gradient)
+    )
+    return dataclasses.replace(packed, rest=rest if rest.num_tokens else None)
 
 
-def split_minibatches(
+def select_trained_tokens(
     groups: Sequence[Group], controllers: Controllers, method: Method
-) -> Iterator[tuple[dict[int, Trajectory], dict[str, list[np.ndarray]]]]:
-    """Yield the trajectories to train on and their per-token fields, for each mini-batch.
+) -> tuple[dict[int, Trajectory], dict[str, list[np.ndarray]]]:
+    """Return the trajectories of a mini-batch to train on, and their per-token fields.
 
     Trajectories are keyed by their index in `flatten_groups(groups)`.
     """
-    offset = 0
-    needs_old = needs_old_logprobs(method.optimizer, method.filter, method.loss)
-    for part in divide_into_minibatches(groups, method.optimizer.num_minibatches):
-        selected = select_trained_trajectories(part, method, offset)
-        offset += len(flatten_groups(part))
-        trained = [*selected.values()]
-        fields = {"token_weights": loss_weights([t.loss_mask for t in trained], method.loss)}
-        if uses_token_kl_weights(method.kl):
-            fields["kl_weights"] = compute_token_kl_weights(trained, controllers, method.kl)
-        if needs_divergences(method.kl):
-            divergences = [t.require_field("divergence") for t in trained]
-            if needs_old:
-                fields["old_logprobs"] = [divergence.old_logprobs for divergence in divergences]
-            if has_kl_loss(method.kl):
-                fields["ref_logprobs"] = [divergence.ref_logprobs for divergence in divergences]
-        yield selected, fields
+    selected = select_trained_trajectories(groups, method)
+    trained = [*selected.values()]
+    fields = {"token_weights": loss_weights([t.loss_mask for t in trained], method.loss)}
+    if uses_token_kl_weights(method.kl):
+        fields["kl_weights"] = compute_token_kl_weights(trained, controllers, method.kl)
+    if needs_divergences(method.kl):
+        divergences = [t.require_field("divergence") for t in trained]
+        if needs_old_logprobs(method.optimizer, method.filter, method.loss):
+            fields["old_logprobs"] = [divergence.old_logprobs for divergence in divergences]
+        if has_kl_loss(method.kl):
+            fields["ref_logprobs"] = [divergence.ref_logprobs for divergence in divergences]
+    return selected, fields
 
 
 def divide_into_minibatches(groups: Sequence[Group], num_minibatches: int) -> list[Sequence[Group]]:
@@ -115,14 +109,12 @@ def split_by_num_sequences(groups: Sequence[Group], max_sequences: int) -> list[
     return pieces
 
 
-def select_trained_trajectories(
-    groups: Sequence[Group], method: Method, offset: int = 0
-) -> dict[int, Trajectory]:
-    """Return the trajectories to train on, keyed by `offset` + index in `flatten_groups`."""
+def select_trained_trajectories(groups: Sequence[Group], method: Method) -> dict[int, Trajectory]:
+    """Return the trajectories to train on, keyed by their index in `flatten_groups(groups)`."""
     is_selected = make_trajectory_filter(method.filter)
     return {
         i: with_loss_mask(t, method.loss)
-        for i, t in enumerate(flatten_groups(groups), offset)
+        for i, t in enumerate(flatten_groups(groups))
         if t.is_scored and is_selected(t)
     }
 
@@ -204,31 +196,26 @@ def compute_token_kl_weights(
     ]
 
 
-def shard_minibatches(
-    minibatches: Sequence[PackedBatch],
+def shard_minibatch(
+    packed: PackedBatch,
     mesh: Mesh,
     score: ScoreStep,
     params: Params,
     ref_params: Params | None,
     method: Method,
-) -> list[Batch]:
-    """Shard mini-batches over the devices; compute missing old and reference log-probabilities.
+) -> Batch:
+    """Shard a mini-batch over the devices; compute missing old and reference log-probabilities.
 
     `params` are the policy's parameters before the update.
     """
+    batch = shard_batch(mesh, packed.batch)
+    plain = dataclasses.replace(batch, old_logprobs=None, ref_logprobs=None, kl_weights=None)
     needs_old = needs_old_logprobs(method.optimizer, method.filter, method.loss)
-    needs_ref = has_kl_loss(method.kl)
-
-    def shard_minibatch(packed: PackedBatch) -> Batch:
-        batch = shard_batch(mesh, packed.batch)
-        plain = dataclasses.replace(batch, old_logprobs=None, ref_logprobs=None, kl_weights=None)
+    if needs_old and batch.old_logprobs is None:
+        batch = dataclasses.replace(batch, old_logprobs=score(params, plain, packed))
+    if has_kl_loss(method.kl) and ref_params is not None and batch.ref_logprobs is None:
         # The reference selects its own experts; it does not replay the sampler's experts.
         ref_batch = score.model.without_recorded_arrays(plain)
-        if needs_old and batch.old_logprobs is None:
-            batch = dataclasses.replace(batch, old_logprobs=score(params, plain, packed))
-        if needs_ref and ref_params is not None and batch.ref_logprobs is None:
-            ref_logprobs = score(ref_params, ref_batch, packed)
-            batch = dataclasses.replace(batch, ref_logprobs=ref_logprobs)
-        return dataclasses.replace(batch, rest=packed.rest and shard_minibatch(packed.rest))
-
-    return [shard_minibatch(packed) for packed in minibatches]
+        batch = dataclasses.replace(batch, ref_logprobs=score(ref_params, ref_batch, packed))
+    rest = packed.rest and shard_minibatch(packed.rest, mesh, score, params, ref_params, method)
+    return dataclasses.replace(batch, rest=rest)

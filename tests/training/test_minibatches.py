@@ -15,9 +15,10 @@ from jaxrl.training.controllers import (
 from jaxrl.training.minibatches import (
     compute_token_kl_weights,
     compute_trajectory_filter_metrics,
-    make_minibatches,
+    divide_into_minibatches,
+    make_minibatch,
     make_trajectory_filter,
-    shard_minibatches,
+    shard_minibatch,
     with_loss_mask,
 )
 from jaxrl.types import Divergence, replace_fields
@@ -91,9 +92,10 @@ def groups(advantages=(1,) * 8):
 
 
 def test_values_of_tokens_stand_beside_their_tokens():
-    halves = make_minibatches(
-        groups(), SHAPE, method_with(**IN_LOSS), controllers=CONTROLLERS, num_shards=2
-    )
+    halves = [
+        make_minibatch(part, SHAPE, method_with(**IN_LOSS), controllers=CONTROLLERS, num_shards=2)
+        for part in divide_into_minibatches(groups(), 2)
+    ]
     expected = {
         "old_logprobs": tagged(1),
         "ref_logprobs": tagged(2),
@@ -117,9 +119,8 @@ def test_an_empty_minibatch_keeps_its_fields():
     lost = grouped(
         make_failure(task_number=index // 2, length=length) for index, length in enumerate(LENGTHS)
     )
-    half, _ = make_minibatches(
-        replace_fields(lost, advantage=[0.0] * 8), SHAPE, method, controllers=CONTROLLERS
-    )
+    lost = replace_fields(lost, advantage=[0.0] * 8)
+    half = make_minibatch(lost, SHAPE, method, controllers=CONTROLLERS)
     assert (half.num_micro, half.num_tokens, half.num_loss_tokens) == (0, 0, 0)
     for name in ("old_logprobs", "ref_logprobs", "kl_weights"):
         value = getattr(half.batch, name)
@@ -174,10 +175,9 @@ def test_a_second_chance_for_wrong_answers_to_easy_tasks():
 
 def test_logprobs_are_added_where_they_are_missing():
     method = method_with(**{"optimizer.num_epochs": 2, "kl.coef": 0.1, "kl.low_factor": 0.5})
-    minibatches = make_minibatches(groups(), SHAPE, method, controllers=Controllers())
-    [packed] = minibatches
+    packed = make_minibatch(groups(), SHAPE, method, controllers=Controllers())
     assert packed.batch.kl_weights is not None
-    [actual] = shard_minibatches(minibatches, MESH, score(), *policies(), method)
+    actual = shard_minibatch(packed, MESH, score(), *policies(), method)
     for position, index in enumerate([0, 1, 2, 3, 4, 6, 7]):
         for values, expected in zip(
             (actual.old_logprobs, actual.ref_logprobs), dense(), strict=True
@@ -192,16 +192,16 @@ def test_logprobs_are_added_where_they_are_missing():
     of_sampler = dataclasses.replace(
         method, loss=dataclasses.replace(method.loss, old_logprobs="sampler")
     )
-    [actual] = shard_minibatches(minibatches, MESH, score(), *policies(), of_sampler)
+    actual = shard_minibatch(packed, MESH, score(), *policies(), of_sampler)
     assert actual.old_logprobs is None
     assert actual.ref_logprobs is not None
 
     # What is there stays, and what is not needed stays away.
-    [plain] = shard_minibatches(minibatches, MESH, score(), policies()[0], None, method_with())
+    plain = shard_minibatch(packed, MESH, score(), policies()[0], None, method_with())
     assert plain.old_logprobs is plain.ref_logprobs is None
     known = np.ones((3, 2, 32), np.float32)
     batch = dataclasses.replace(packed.batch, old_logprobs=known, ref_logprobs=known)
     scored = dataclasses.replace(packed, batch=batch)
-    [unchanged] = shard_minibatches([scored], MESH, score(), *policies(), method)
+    unchanged = shard_minibatch(scored, MESH, score(), *policies(), method)
     np.testing.assert_array_equal(unchanged.old_logprobs, known)
     np.testing.assert_array_equal(unchanged.ref_logprobs, known)

@@ -18,7 +18,11 @@ from jaxrl.models.policy import Model
 from jaxrl.objectives.losses import PolicyLoss
 from jaxrl.runtime.sharding import param_shardings
 from jaxrl.training.controllers import Controllers, DifficultyBuckets, KLBudget
-from jaxrl.training.minibatches import make_minibatches, shard_minibatches
+from jaxrl.training.minibatches import (
+    divide_into_minibatches,
+    make_minibatch,
+    shard_minibatch,
+)
 from jaxrl.training.policy_loss import make_policy_loss
 from jaxrl.training.update import ScoreStep, UpdateStep, init_state
 from jaxrl.types import Divergence, flatten_groups, replace_fields
@@ -112,9 +116,12 @@ def take_step(method, model, advantages, programs, skips):
     method = dataclasses.replace(method, optimizer=optimizer)
     update, score = programs
     groups = groups_of(advantages, method)
-    packed = make_minibatches(groups, SHAPE, method, controllers=CONTROLLERS)
+    packed = [
+        make_minibatch(part, SHAPE, method, controllers=CONTROLLERS)
+        for part in divide_into_minibatches(groups, method.optimizer.num_minibatches)
+    ]
     params, ref_params = (put_params(model, seed) for seed in (0, 2))
-    batches = shard_minibatches(packed, MESH, score, params, ref_params, method)
+    batches = [shard_minibatch(p, MESH, score, params, ref_params, method) for p in packed]
     measured = []
     for minibatch, batch in zip(packed, batches, strict=True):
         state = init_state(jax.tree.map(jnp.copy, params), MESH, model, OPTIMIZER)
@@ -162,7 +169,7 @@ def test_every_method_takes_the_same_step_with_the_same_metrics(name):
 def test_terms_that_have_a_gradient_without_an_advantage_keep_all_trajectories(changes):
     method = method_with(**changes)
     groups = groups_of(SOME, method)
-    [packed] = make_minibatches(groups, SHAPE, method, controllers=CONTROLLERS)
+    packed = make_minibatch(groups, SHAPE, method, controllers=CONTROLLERS)
     assert packed.rest is None
 
 

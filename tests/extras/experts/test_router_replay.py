@@ -22,7 +22,7 @@ from jaxrl.models.attention.reference import XLA
 from jaxrl.models.aux_arrays import AuxArrays
 from jaxrl.models.layers import LayerScan
 from jaxrl.models.policy import Model
-from jaxrl.training.minibatches import shard_minibatches
+from jaxrl.training.minibatches import shard_minibatch
 from jaxrl.training.packing import BatchShape, compute_sequence_sizes, pack_sequences
 from jaxrl.training.update import ScoreStep, UpdateStep, init_state, shard_batch
 from tests.helpers import (
@@ -294,7 +294,7 @@ def test_the_old_policy_replays_and_the_reference_chooses_for_itself(sampled):
     step = ScoreStep(model, temperature=1.0)
     method = method_with(**{"kl.coef": 0.1, "kl.apply_to": "loss", "optimizer.num_epochs": 2})
     packed, plain = whole(sampled), whole(sampled, {})
-    [batch] = shard_minibatches([packed], model.mesh, step, MOVED, MOVED, method)
+    batch = shard_minibatch(packed, model.mesh, step, MOVED, MOVED, method)
     by_own_choice = np.asarray(step(MOVED, shard_batch(model.mesh, plain.batch), plain))
     np.testing.assert_array_equal(batch.ref_logprobs, by_own_choice)
     replayed = np.asarray(batch.old_logprobs)
