@@ -43,7 +43,7 @@ from jaxrl.runtime import sharding
 from jaxrl.sampling.buckets import list_prefill_buckets
 from jaxrl.sampling.decode import Programs, should_scan_layers
 from jaxrl.sampling.next_token import FULL
-from jaxrl.training.method import list_token_fields
+from jaxrl.training.method import has_kl_loss, needs_old_logprobs, uses_token_kl_weights
 from jaxrl.training.optimizer import make_optimizer
 from jaxrl.training.packing import BatchShape
 from jaxrl.training.policy_loss import make_policy_loss
@@ -188,7 +188,12 @@ def abstract_batch(config: ResolvedConfig, policy: Model) -> Batch:
     """Return an abstract mini-batch of the train stage."""
     shape = shape_of(config, policy)
     whole = shape.num_micro, shape.micro_rows, shape.row_tokens
-    fields = list_token_fields(config.optimizer, config.filter, config.loss, config.kl)
+    is_filled = {
+        "old_logprobs": needs_old_logprobs(config.optimizer, config.filter, config.loss),
+        "ref_logprobs": has_kl_loss(config.kl) and config.kl.anchor == "ref",
+        "kl_weights": uses_token_kl_weights(config.kl),
+    }
+    fields = [name for name, is_used in is_filled.items() if is_used]
     given = {**shape.token_arrays, **(shape.tower.input_arrays if shape.tower else {})}
     batch = make_batch(
         whole,

@@ -242,18 +242,6 @@ def uses_token_kl_weights(kl: KLSettings) -> bool:
     return has_kl_loss(kl) and not is_plain
 
 
-def list_token_fields(
-    optimizer: OptimizerSettings, filter: FilterSettings, loss: LossSettings, kl: KLSettings
-) -> list[str]:
-    """Return the names of the optional float32 fields of `Batch` that the method sets."""
-    is_filled = {
-        "old_logprobs": needs_old_logprobs(optimizer, filter, loss),
-        "ref_logprobs": has_kl_loss(kl) and kl.anchor == "ref",
-        "kl_weights": uses_token_kl_weights(kl),
-    }
-    return [name for name, filled in is_filled.items() if filled]
-
-
 def uses_entropy_windows(shaping: ShapingSettings, kl: KLSettings) -> bool:
     """Return True if the method uses window entropies (`Trajectory.windows`)."""
     return shaping.entropy_reward or kl.low_factor != 1 or kl.second_chance
