@@ -413,7 +413,6 @@ def load_initial_params(run_state: RunState) -> Params:
                 f"warning: {check.operation}: {check.kernel} fails its check, trying the next: "
                 f"{check.finding}"
             )
-    display.log(f"sampler shapes: {run_state.components.engine.describe_shapes()}")
     counter = display.make_progress_callback("loading weights, MiB")
     model = run_state.components.model
     load_args = model, settings.model_path, settings.architecture, counter

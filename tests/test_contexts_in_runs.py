@@ -37,7 +37,7 @@ def test_sampler_and_trainer_agree_and_a_killed_run_resumes(tiny_world, warm_mod
     validate(config)
     parts, display = build(config), Display(is_enabled=False)
     # The engine has room for a context, and a packed row for all.
-    assert "up to 6 per row" in parts.engine.describe_shapes()  # pages of 16 tokens
+    assert parts.engine._table_pages == 6  # pages of 16 tokens
     assert parts.stages["train"].shape.max_tokens == 320
 
     whole = tmp_path / "whole"

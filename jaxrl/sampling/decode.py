@@ -188,10 +188,6 @@ class Programs:
         )
         return self._constrain_rows(state)
 
-    def init_state_and_embeds(self, num_units: int) -> tuple[DecodeState, Array | None]:
-        """Return an initial decode state, and zeros in the shape of the result of `embed`."""
-        return self.init_decode_state(), self.init_embeds(num_units)
-
     def init_embeds(self, num_units: int) -> Array | None:
         """Return zeros in the shape of the result of `embed`; None without a tower."""
         if self.architecture.tower is None:

@@ -139,9 +139,9 @@ class Engine:
     """Sampler with a fixed number of rows and a fixed number of cache pages.
 
     Compiled shapes come from small sets (`buckets.py`): rows per shard in `row_sizes`, prefill
-    tokens per shard in `prefill_sizes`, attachment patches in `patch_sizes`; `describe_shapes`
-    lists them. There are at most `MAX_PROGRAMS` programs. If chunks read a copy of the past, each
-    decoding program is compiled once for each of `past_sizes`.
+    tokens per shard in `prefill_sizes`, attachment patches in `patch_sizes`. There are at most
+    `MAX_PROGRAMS` programs. If chunks read a copy of the past, each decoding program is compiled
+    once for each of `past_sizes`.
 
     `set_weights` allocates device memory for the weights; the next `submit` allocates memory for
     the cache. `release` frees both.
@@ -281,7 +281,10 @@ class Engine:
             programs.init_cache, name="cache", key=self._program_key, static_argnums=(0, 1, 2)
         )
         self._make_start = cached_jit(
-            programs.init_state_and_embeds, name="start", key=self._program_key, static_argnums=(0,)
+            lambda num_units: (programs.init_decode_state(), programs.init_embeds(num_units)),
+            name="start",
+            key=self._program_key,
+            static_argnums=(0,),
         )
 
         # Device state; cache, row state and attachments are allocated by `submit`.
@@ -416,24 +419,6 @@ class Engine:
     def recorded_specs(self) -> Mapping[str, TokenArraySpec]:
         """Return the specs of the per-token arrays in `Event.recorded`."""
         return self.programs.recorded_specs
-
-    def describe_shapes(self) -> str:
-        """Describe the shapes that may be compiled, for display."""
-        shard_items = [
-            *map(self._select_row_sizes, self.kinds),
-            self.prefill_sizes,
-            self.patch_sizes,
-        ]
-        *rows, prefill_counts, patch_counts = (
-            [size * self.num_shards for size in sizes] for sizes in shard_items
-        )
-        decode = ", ".join(f"{n} rows ({kind})" for n, kind in zip(rows, self.kinds, strict=True))
-        return (
-            f"decode {self.programs.num_steps} steps of {decode}; prefill {prefill_counts} tokens; "
-            f"{f'embed {patch_counts} patches; ' if patch_counts else ''}"
-            f"cache {self.num_pages * self.num_shards} pages x "
-            f"{self.page_tokens} tokens, up to {self._table_pages} per row"
-        )
 
     @property
     def num_compilations(self) -> int:

@@ -84,12 +84,12 @@ class TestDisplay:
     def test_a_terminal_shows_parts_of_a_step_on_a_live_line(self):
         display = make_display(terminal=True, width=120)
         display.show_activity("building the index of [c].jsonl, documents 1,000")
-        display.log("sampler shapes")
+        display.log("attention: xla")
         display.start("train", 0, 2)
         display.show_activity("trajectories 3/8")
         display.stop()
         text = display.console.file.getvalue()
-        assert text.index("of [c].jsonl, documents 1,000") < text.index("sampler shapes")
+        assert text.index("of [c].jsonl, documents 1,000") < text.index("attention: xla")
         assert "trajectories 3/8" in text
         assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 2  # the cursor is back
 
