@@ -46,17 +46,9 @@ class Demonstration:
         """Preprocess and return the images of the prompt, without caching them.
 
         Raises:
-            UnreadableError: An image is damaged.
+            UnreadableImageError: An image is damaged.
         """
-        if self.processor is None:
-            return ()
-        try:
-            return tuple(map(self.processor, self.pictures))
-        except UnreadableImageError as error:
-            raise UnreadableImageError(
-                f"config.sft.source has a damaged image: {error}; repair it or remove the "
-                "demonstration."
-            ) from error
+        return tuple(map(self.processor, self.pictures)) if self.processor else ()
 
 
 def read_demonstrations(

@@ -90,7 +90,7 @@ class ImageProcessor(Protocol):
         """Return the number of prompt tokens of an image.
 
         Raises:
-            UnreadableError: The data is not an image.
+            UnreadableImageError: The data is not an image.
         """
 
     def num_image_tokens(self, attachment: Any) -> int:
@@ -100,7 +100,7 @@ class ImageProcessor(Protocol):
         """Preprocess an image for the model.
 
         Raises:
-            UnreadableError: The data is not an image, or it is damaged.
+            UnreadableImageError: The data is not an image, or it is damaged.
         """
 
     def with_images(self, groups: Iterable[Group]) -> list[Group]:
