@@ -212,8 +212,7 @@ def read(tmp_path, tokenizer, *records, max_total_tokens=400, **options):
 @pytest.mark.parametrize(
     ("roles", "message"),
     [
-        (["assistant"], "expected a prompt and then an assistant message, found ['assistant']"),
-        (["user", "assistant", "user"], "role 'user' after the first assistant message"),
+        (["user", "assistant", "user"], "have the roles ['user', 'assistant', 'user']; expected"),
         (["user", "assistant", "tool"], "expected a result for each </search>"),
         ([], "'messages' must be a list of objects"),
     ],

@@ -143,13 +143,14 @@ def encode_demonstration(
             names `location`.
     """
     roles = [message["role"] for message in messages]
-    if "assistant" not in roles or roles[0] == "assistant":
+    start = roles.index("assistant") if "assistant" in roles else 0
+    if start == 0 or not {*roles[start:]} <= {"assistant", "tool"}:
         raise ValueError(
-            f"{location}: expected a prompt and then an assistant message, found {roles}."
+            f"{location}: the messages have the roles {roles}; expected a prompt, an 'assistant' "
+            "message, and then only 'assistant' and 'tool' messages."
         )
 
     # Render the prompt, and each later message as plain text.
-    start = roles.index("assistant")
     try:
         prompt = tokenizer.render_prompt(messages[:start], chat_tools, image_tokens)
         check_result_order(messages)
@@ -168,12 +169,6 @@ def encode_demonstration(
         for index, turn in enumerate(turns)
     ]
     messages = [*messages[:start], *turns]
-    invalid_roles = sorted({*roles[start:]} - {"assistant", "tool"})
-    if invalid_roles:
-        raise ValueError(
-            f"{location}: role {invalid_roles[0]!r} after the first assistant message; expected "
-            "'assistant' or 'tool'."
-        )
 
     # Encode each run of assistant messages or tool results.
     for role, run in itertools.groupby(messages[start:], key=itemgetter("role")):
