@@ -626,7 +626,7 @@ class Engine:
         pages.
         """
         for shard in self._shards:
-            for row in shard.rows_needing_pages:
+            for row in shard.scheduled_rows:
                 num_missing_pages = shard.num_missing_pages(row)
                 while row.saved is None and num_missing_pages > shard.pool.num_free:
                     if shard.evict_cached_prompts():  # evict unused prompts first

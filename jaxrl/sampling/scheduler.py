@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -143,35 +142,14 @@ class BlockScheduler:
         return [row for row in self.rows.values() if row.saved is None]
 
     @property
-    def _preempted_rows(self) -> list[Row]:
-        """Return the preempted rows, oldest first."""
-        return [row for row in self.rows.values() if row.saved is not None]
-
-    @property
     def scheduled_rows(self) -> list[Row]:
         """Return the rows to decode in the next chunk, oldest first."""
-        running = (
-            row
-            for row in self.rows.values()
-            if not row.is_waiting and row.in_flight < row.budget and row.saved is None
-        )
-        return list(islice(running, self._num_rows))
+        return [row for row in self.resident_rows if row.may_run][: self._num_rows]
 
     def num_missing_pages(self, row: Row) -> int:
         """Return the number of pages that a row still needs for the next chunk; 0 if waiting."""
         max_length = row.length if row.is_waiting else row.compute_max_length(self._num_steps)
         return max(count_pages(max_length, self._page_tokens) - len(row.pages), 0)
-
-    @property
-    def rows_needing_pages(self) -> list[Row]:
-        """Return the rows of the next chunk that may need more pages, ignoring token budgets."""
-        steps, page_tokens = self._num_steps, self._page_tokens
-        return [
-            row
-            for row in self.scheduled_rows
-            if row.length + len(row.prefill_ids) + row.in_flight + steps
-            > len(row.pages) * page_tokens
-        ]
 
     def free(self, row: Row) -> None:
         """Release the pages and state of a row. Shared pages stay until no row uses them."""
@@ -209,8 +187,9 @@ class BlockScheduler:
         if row.saved is not None:
             return
         prefix = row.prefix
-        is_last = self._is_current(prefix) and len(prefix.rows) == 1 and not self._preempted_rows
-        if is_last and prefix.prompt == next_prompt:
+        is_last = self._is_current(prefix) and len(prefix.rows) == 1
+        has_preempted = len(self.resident_rows) < len(self.rows)
+        if is_last and not has_preempted and prefix.prompt == next_prompt:
             prefix.cached = row.pages[: count_pages(prefix.num_tokens, self._page_tokens)]
             self.pool.retain(prefix.cached)
         self.free(row)
@@ -260,12 +239,8 @@ class BlockScheduler:
     @property
     def num_runnable_rows(self) -> int | None:
         """Return the number of rows that can run, or None while preempted rows wait for pages."""
-        count = 0
-        for row in self.rows.values():
-            if row.saved is not None:
-                return None
-            count += not row.is_waiting and row.in_flight < row.budget
-        return count
+        rows = self.resident_rows
+        return sum(row.may_run for row in rows) if len(rows) == len(self.rows) else None
 
     def rank_request(
         self, prompt: PromptTokens, budget: int, load: int | None
