@@ -49,10 +49,6 @@ class PagePool:
             if not self._ref_counts[page]:
                 heapq.heappush(self._free, page)
 
-    def ref_count(self, page: int) -> int:
-        """Return the reference count of a page; 0 if it is free."""
-        return self._ref_counts[page]
-
 
 def count_pages(num_tokens: int, page_tokens: int) -> int:
     """Return the number of pages needed for `num_tokens` tokens."""

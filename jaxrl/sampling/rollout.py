@@ -283,7 +283,9 @@ class Rollout(BaseRollout):
         members = []
         for event in events:
             sample = samples[event.request]
-            sample.append_sampled_tokens(event, version)
+            sample.append(event.token_ids.tolist(), event.logprobs, event.entropies, version)
+            if event.recorded:
+                sample.recorded[-1].append(event.recorded)
             if event.status == decode.RUNNING:
                 continue
             text = self._decode_turn(sample, event.status)

@@ -12,7 +12,6 @@ import numpy as np
 from jaxrl.envs.base import CallRecord, Episode, Outcome, Reward, ScoredEpisode
 from jaxrl.models.aux_arrays import TokenArraySpec
 from jaxrl.sampling.contexts import TurnIds
-from jaxrl.sampling.engine import Event
 from jaxrl.types import Attachment, Trajectory
 from jaxrl.utils.concurrency import format_error_report
 from jaxrl.utils.text import replace_surrogates
@@ -55,12 +54,6 @@ class Sample:
     def begin_first_turn(self) -> None:
         """Begin the first turn, after the prompt."""
         self.turn_starts = [self.prompt_length]
-
-    def append_sampled_tokens(self, event: Event, version: int) -> None:
-        """Append tokens sampled by the engine with weights of a given version."""
-        self.append(event.token_ids.tolist(), event.logprobs, event.entropies, version)
-        if event.recorded:
-            self.recorded[-1].append(event.recorded)
 
     def append_unknown_tokens(self, token_ids: Sequence[int], version: int) -> None:
         """Append tokens with unknown log-probabilities and entropies (NaN)."""

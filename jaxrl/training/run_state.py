@@ -208,7 +208,7 @@ class Progress:
             if saved["prefetched"]
             else None,
             "ledger": UsageStats.from_json(saved["ledger"]),
-            "watched": WatchState.from_json(saved["watched"]),
+            "watched": WatchState(**saved["watched"]),
         }
         progress = cls(**fields)
         if progress.prefetched is not None:

@@ -66,11 +66,6 @@ class WatchState:
     lr_scale: float = 1.0  # factor on the learning rate
     num_roll_backs: int = 0  # rollbacks of the stage so far
 
-    @classmethod
-    def from_json(cls, saved: Mapping[str, Any]) -> WatchState:
-        """Create an instance from the result of `dataclasses.asdict`."""
-        return cls(**saved)
-
 
 def check_step(
     method: Method,

@@ -44,7 +44,7 @@ def test_page_pool_agrees_with_sets(operations):
             pool.free(rows.pop(number % len(rows)))
         used = [page for row in rows for page in row]
         assert pool.num_free == 12 - len(set(used)) >= 12 - pool.peak_used
-        assert all(pool.ref_count(page) == used.count(page) for page in range(12))
+        assert all(pool._ref_counts[page] == used.count(page) for page in range(12))
     for row in rows:
         pool.free(row)
     assert pool.num_free == 12
@@ -78,7 +78,7 @@ def check_pages(engine):
     cached = [page for prefix in shard.prefixes.values() for page in prefix.cached]
     pool = shard.pool
     for page, page_users in users.items():
-        assert pool.ref_count(page) == len(page_users) + cached.count(page)
+        assert pool._ref_counts[page] == len(page_users) + cached.count(page)
         if len(page_users) > 1:
             assert all(is_full for _, is_full in page_users)
             assert len({row.prefix.prompt for row, _ in page_users}) == 1
