@@ -143,14 +143,10 @@ def rollback_target(
         CollapseError: There is no checkpoint, or `watch.max_roll_backs` is reached.
     """
     why = f"{sign['name']}: {sign['text']}"
-    if watch_state.num_roll_backs >= watch.max_roll_backs:
+    if not steps or watch_state.num_roll_backs >= watch.max_roll_backs:
         raise CollapseError(
-            f"{why} The run has rolled back {watch_state.num_roll_backs} times, the limit of "
-            "config.watch.max_roll_backs."
-        )
-    if not steps:
-        raise CollapseError(
-            f"{why} There is no checkpoint of the stage to roll back to; lower "
-            "config.checkpoint.every_steps."
+            f"{why} The run cannot roll back: it has {len(steps)} checkpoints of the stage "
+            f"(config.checkpoint.every_steps) and has rolled back {watch_state.num_roll_backs} of "
+            f"{watch.max_roll_backs} times (config.watch.max_roll_backs)."
         )
     return max((step for step in steps if step <= sign["since"]), default=min(steps))

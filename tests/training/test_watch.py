@@ -90,12 +90,9 @@ def test_the_newest_sound_checkpoint_is_the_rollback_target(since, steps, target
     assert rollback_target(sign, watch, WatchState(num_roll_backs=2), steps) == target
 
 
-@pytest.mark.parametrize(
-    ("num_roll_backs", "steps", "text"),
-    [(3, [1], "config.watch.max_roll_backs"), (0, [], "config.checkpoint.every_steps")],
-)
-def test_a_run_without_a_rollback_target_ends(num_roll_backs, steps, text):
+@pytest.mark.parametrize(("num_roll_backs", "steps"), [(3, [1]), (0, [])])
+def test_a_run_without_a_rollback_target_ends(num_roll_backs, steps):
     watch = method_with(**{"watch.name": "sentinel"}).watch
     sign = {"name": "bad", "text": "it is bad.", "since": 1}
-    with pytest.raises(CollapseError, match=f"bad: it is bad. .*{text}"):
+    with pytest.raises(CollapseError, match=r"bad: it is bad\. .*config\.watch\.max_roll_backs"):
         rollback_target(sign, watch, WatchState(num_roll_backs=num_roll_backs), steps)
