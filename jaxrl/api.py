@@ -198,7 +198,7 @@ def train(
         KeyboardInterrupt: The user interrupted the run. Completed steps are saved, and the same
             call resumes. A second interrupt stops immediately, without saving.
         OutageError, AllEpisodesFailedError, BudgetSpentError, CollapseError, NotEnoughGroupsError,
-            UserCodeError, UnreadableError, CheckpointError: See `jaxrl.run.run`.
+            UserCodeError, UnreadableImageError, CheckpointError: See `jaxrl.run.run`.
     """
     return _build_and_run(
         config, Path(workdir), accept_changes=accept_changes, ignore_memory_plan=ignore_memory_plan

@@ -77,7 +77,7 @@ def run(
         CollapseError: A sign of collapse ended the run. The step with the sign is saved.
         NotEnoughGroupsError: Too few groups passed the filter.
         UserCodeError: User code failed in a step. Earlier steps are saved.
-        UnreadableError: An image in a demonstration or checkpoint cannot be read.
+        UnreadableImageError: An image in a demonstration or checkpoint cannot be read.
         CheckpointError: The checkpoint to resume cannot be read.
     """
     checkpointer = open_checkpointer(settings, workdir, display)

@@ -226,7 +226,7 @@ class Learner:
         if self.run_state.progress.prefetched is None:
             self._load_weights()
         with self._timer.time_sampling():
-            collected = self._collector.get_groups(int(self.state.num_updates))
+            collected = self._collector.collect_groups(int(self.state.num_updates))
         self._collected, self._controllers, self._is_streamed = collected, None, True
         self._free_sampler()
         return collected.groups

@@ -105,7 +105,7 @@ def test_the_cost_of_an_interrupted_collection_is_counted():
     collector = Collector(run_state=run_state, stream=NumberedTasks(), add_divergences=list)
     saved = dataclasses.replace(progress)
     with pytest.raises(Interrupted):
-        collector.get_groups(0)
+        collector.collect_groups(0)
     assert progress.ledger.usage.attempts == {"search": 4}
     assert progress.ledger.usage.cost == 4 * 0.5
     # They are drawn again and count then; `save_progress` writes a progress that differs.

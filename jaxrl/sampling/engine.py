@@ -550,7 +550,7 @@ class Engine:
     def _can_progress(self) -> bool:
         """Return True if some row can run, be swapped in or be admitted."""
         can_run = any(row.saved is None and not row.is_waiting for row in self._rows.values())
-        can_swap_in = any(shard.get_row_to_swap_in() for shard in self._shards)
+        can_swap_in = any(shard.find_row_to_swap_in() for shard in self._shards)
         return can_run or can_swap_in or self._select_shard() is not None
 
     @property
@@ -656,7 +656,7 @@ class Engine:
     def _swap_in_rows(self) -> None:
         """Swap in preempted rows while their pages fit, oldest first."""
         for shard in self._shards:
-            while row := shard.get_row_to_swap_in():
+            while row := shard.find_row_to_swap_in():
                 first, end = shard.swap_in(row), count_pages(row.length, self.page_tokens)
                 self._update_block_table(row)
                 self._swap_row(row, targets=row.pages[first:end], first=first)
@@ -919,19 +919,19 @@ class Engine:
         remaining = [deque(row for row in rows if row.prefill_ids) for rows in running]
         while any(remaining):
             # Embed the attachments of as many rows as fit, then prefill these rows.
-            rows = [self._prefill_batcher.pop_rows(shard_items) for shard_items in remaining]
+            rows = [self._prefill_batcher.pop_rows(shard_rows) for shard_rows in remaining]
             attached = [
-                tuple(item for row in shard_items for item in row.prefill_attachments)
-                for shard_items in rows
+                tuple(item for row in shard_rows for item in row.prefill_attachments)
+                for shard_rows in rows
             ]
             pieces: list[deque[PrefillPiece]] = []
-            for shard_items, units in zip(rows, self._embed_attachments(attached), strict=True):
+            for shard_rows, units in zip(rows, self._embed_attachments(attached), strict=True):
                 pieces.append(deque())
-                for row in shard_items:
+                for row in shard_rows:
                     pieces[-1].extend(self._prefill_batcher.split_row(row, units))
             while any(pieces):
                 longest = (
-                    max(len(shard_items) for shard_items in pieces) * self.programs.block_tokens
+                    max(len(shard_pieces) for shard_pieces in pieces) * self.programs.block_tokens
                 )
                 # Use the large program only if less than half of its tokens are padding.
                 size = large if longest > max(small, large // 2) else small
@@ -951,14 +951,14 @@ class Engine:
         """Embed the attachments of each shard; return the indices of their tokens in the result."""
         if not any(attached):
             return [iter(()) for _ in attached]
-        counts = [sum(item.num_patches for item in shard_items) for shard_items in attached]
+        counts = [sum(item.num_patches for item in attachments) for attachments in attached]
         size = _pick_bucket(max(counts), self.patch_sizes)
         patches, coords, units = self._prefill_batcher.batch_patches(attached, size)
         self._attachment_embeds = None  # free its memory before the next call
         self._attachment_embeds = self._embed(
             self._weights, patches, coords, self._max_units, variant=size
         )
-        return [iter(shard_items) for shard_items in units]
+        return [iter(shard_units) for shard_units in units]
 
     def _read_report(self, chunk: _Chunk) -> list[Event]:
         """Wait for a chunk, read its report and return its events."""

@@ -102,8 +102,8 @@ class PrefillBatcher:
         patches = np.zeros((len(attached), size, self.tower.num_values_per_patch), np.float32)
         coords = np.zeros((len(attached), size, self.tower.num_coords), np.int32)
         units = []
-        for index, shard_items in enumerate(attached):
-            collated = self.tower.collate(shard_items)
+        for index, attachments in enumerate(attached):
+            collated = self.tower.collate(attachments)
             patches[index, : len(collated.patches)] = collated.patches
             coords[index, : len(collated.coords)] = collated.coords
             units.append(collated.units)
@@ -158,8 +158,8 @@ class PrefillBatcher:
         token_arrays = {name: array.full(total, block_tokens) for name, array in specs.items()}
         state_slots = np.full(total, self.num_states, np.int32)
         members: list[tuple[PrefillPiece, int]] = []
-        for shard, shard_items in enumerate(pieces):
-            popped = [shard_items.popleft() for _ in range(min(num_blocks, len(shard_items)))]
+        for shard, shard_pieces in enumerate(pieces):
+            popped = [shard_pieces.popleft() for _ in range(min(num_blocks, len(shard_pieces)))]
             if not popped:
                 continue
             first = shard * num_blocks

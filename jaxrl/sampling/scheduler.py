@@ -211,7 +211,7 @@ class BlockScheduler:
         for prefix in list(self.prefixes.values()):
             self._stop_sharing(prefix)
 
-    def get_row_to_swap_in(self) -> Row | None:
+    def find_row_to_swap_in(self) -> Row | None:
         """Return the oldest preempted row if its pages and state fit, else None."""
         row = next((row for row in self.rows.values() if row.saved is not None), None)
         if row is None or not self._has_states(1):

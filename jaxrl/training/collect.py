@@ -225,7 +225,7 @@ def collect(
     return CollectedGroups(
         groups=accepted[:num_wanted],
         buffered_groups=carried_groups,
-        in_flight_tasks=[draw_tasks.stream_index for draw_tasks in sampler.unfinished],
+        in_flight_tasks=[draw.stream_index for draw in sampler.unfinished],
         num_tasks_taken=num_tasks_taken,
         sampled_stats=sampled_stats,
         ledger=sampler.usage,

@@ -39,10 +39,10 @@ class Collector:
     run_state: RunState
     stream: Stream[Task]
     add_divergences: DivergenceFn
-    failure: Exception | None = None  # error during a prefetch, which the next `get_groups` raises
+    failure: Exception | None = None  # error during a prefetch; `collect_groups` raises it
     has_warned: bool = False  # True after the warning about idle devices
 
-    def get_groups(self, policy_version: int) -> CollectedGroups:
+    def collect_groups(self, policy_version: int) -> CollectedGroups:
         """Return the groups of the current step, prefetched if available, else newly sampled."""
         run_state, progress = self.run_state, self.run_state.progress
         if self.failure is not None:

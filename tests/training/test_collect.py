@@ -41,17 +41,15 @@ class Sampler:
         self.groups, self.calls = groups, []
 
     def __call__(self, draws):
-        self.calls.append([(draw_tasks.stream_index, draw_tasks.attempt) for draw_tasks in draws])
+        self.calls.append([(draw.stream_index, draw.attempt) for draw in draws])
         return [
             Group(
                 trajectories=tuple(
-                    dataclasses.replace(
-                        trajectory, attempt=draw_tasks.attempt, task=draw_tasks.task
-                    )
-                    for trajectory in self.groups[draw_tasks.stream_index][draw_tasks.attempt]
+                    dataclasses.replace(trajectory, attempt=draw.attempt, task=draw.task)
+                    for trajectory in self.groups[draw.stream_index][draw.attempt]
                 )
             )
-            for draw_tasks in draws
+            for draw in draws
         ]
 
 
@@ -283,12 +281,8 @@ def test_draws_go_on_while_anything_is_left(num_solved, count):
     draws, num_tasks_taken = draw_tasks(stream, 0, count, solved)
     assert len(draws) == count
     passed = [task.id for task in stream.get_items(0, num_tasks_taken)]
-    assert [draw_tasks.task.id for draw_tasks in draws] == [
-        name for name in passed if name not in solved
-    ]
-    assert [draw_tasks.task.id for draw_tasks in draws] == [
-        passed[draw_tasks.stream_index] for draw_tasks in draws
-    ]
+    assert [draw.task.id for draw in draws] == [name for name in passed if name not in solved]
+    assert [draw.task.id for draw in draws] == [passed[draw.stream_index] for draw in draws]
 
 
 def test_a_stream_of_solved_tasks_is_refused():
@@ -303,13 +297,11 @@ def test_unfinished_groups_are_given_again_and_only_the_missing_ones_drawn():
 
     def sample_slowly(draws):
         before = {index for call in calls for index in call}
-        calls.append([draw_tasks.stream_index for draw_tasks in draws])
+        calls.append([draw.stream_index for draw in draws])
         groups = make_sampler(*[[1, 0]] * 20)(draws)
         return [
-            None
-            if draw_tasks.stream_index % 3 == 0 and draw_tasks.stream_index not in before
-            else group
-            for draw_tasks, group in zip(draws, groups, strict=True)
+            None if draw.stream_index % 3 == 0 and draw.stream_index not in before else group
+            for draw, group in zip(draws, groups, strict=True)
         ]
 
     changes = {"filter.unfinished_tasks": 1}

@@ -22,7 +22,7 @@ def fail_with(text):
     return dataclasses.replace(make_failure(), turns=(dataclasses.replace(FAILED, error=text),))
 
 
-def make_progress_callback(limit):
+def make_counter(limit):
     lines = []
     return FailureCounter(limit=limit, log=lines.append, num_batches=0), lines
 
@@ -38,7 +38,7 @@ def test_the_first_error_is_one_short_printable_line():
 
 
 def test_a_run_stops_after_batches_in_a_row_that_failed():
-    failures, lines = make_progress_callback(2)
+    failures, lines = make_counter(2)
     failures.record_batch([fail_with("down"), fail_with("too")])
     failures.record_batch([make_trajectory(), fail_with("down")])  # one works
     failures.record_batch([fail_with("still down")])
@@ -49,7 +49,7 @@ def test_a_run_stops_after_batches_in_a_row_that_failed():
 
 
 def test_an_evaluation_without_any_score_stops_the_run():
-    failures, _ = make_progress_callback(3)
+    failures, _ = make_counter(3)
     failures.check_suites({})
     with pytest.raises(
         AllEpisodesFailedError, match=r"evaluation \(greedy, sampled\) .*: down\. The"
@@ -58,7 +58,7 @@ def test_an_evaluation_without_any_score_stops_the_run():
 
 
 def test_a_limit_of_zero_never_stops_the_run():
-    failures, lines = make_progress_callback(0)
+    failures, lines = make_counter(0)
     for _ in range(9):
         failures.record_batch([fail_with("down")])
     assert len(lines) == 9

@@ -156,7 +156,7 @@ class ServedEngine(Engine):
         has_swapped_out = any(
             row.saved is not None and not row.is_waiting for row in shard.rows.values()
         )
-        if has_swapped_out and shard.get_row_to_swap_in() is None:
+        if has_swapped_out and shard.find_row_to_swap_in() is None:
             return True
         has_row = sum(row.may_run for row in shard.resident_rows) < self._rows_per_shard
         return bool(self._queue) and has_row and self._select_shard() is None

@@ -125,7 +125,7 @@ class HFImageProcessor:
         """Return the number of tokens of an image. Only the file's header is read.
 
         Raises:
-            UnreadableError: The file is not an image.
+            UnreadableImageError: The file is not an image.
         """
         if isinstance(image, Video):
             layout = self._compute_video_layout(image)
@@ -162,7 +162,7 @@ class HFImageProcessor:
         """Decode an image and split it into patches.
 
         Raises:
-            UnreadableError: The file is corrupt or not an image.
+            UnreadableImageError: The file is corrupt or not an image.
         """
         with wrap_image_errors(image):
             digest = image.digest
@@ -193,7 +193,7 @@ class HFImageProcessor:
         """Compute a video's sampled frames and size; cached for later draws of the same task.
 
         Raises:
-            UnreadableError: The file is not a video, or its frames differ in size.
+            UnreadableImageError: The file is not a video, or its frames differ in size.
         """
         with wrap_image_errors(video):
             digest = video.digest
@@ -210,7 +210,7 @@ class HFImageProcessor:
         """Decode the sampled frames of a video and split them into patches.
 
         Raises:
-            UnreadableError: A frame is damaged.
+            UnreadableImageError: A frame is damaged.
         """
         layout, rules = self._compute_video_layout(video), self.video_rules
         t, h, w = layout.grid
@@ -232,7 +232,7 @@ class HFImageProcessor:
         """Reload the images of groups that come from another process or a checkpoint.
 
         Raises:
-            UnreadableError: An image file no longer exists.
+            UnreadableImageError: An image file no longer exists.
             ValueError: An image file has changed.
         """
         return [
