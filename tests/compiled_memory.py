@@ -175,7 +175,7 @@ def trainer_programs(config: ResolvedConfig, policy: Model) -> dict[str, Any]:
     # Unused arguments are on the device all the same.
     run = partial(jax.jit, donate_argnums=1, static_argnums=5, keep_unused=True)
     rest = (batch, index, index, max(LOGIT_CAPACITIES), abstract_patches(config, policy))
-    add, score = step.gradient.add.program, ScoreStep(policy, temperature=1.0).add.program
+    add, score = step.gradient.loop.program, ScoreStep(policy, temperature=1.0).loop.program
     apply = jax.jit(step.apply.function, donate_argnums=0)
     return {
         "update": partial(run(add.function).lower, params, sums, *rest),

@@ -312,7 +312,7 @@ def gradient_of(model, token_loss, *, temperature=1.0, entropy_gradient=False):
         model, token_loss, temperature=temperature, entropy_gradient=entropy_gradient
     )
     begin = jax.jit(gradient.init_sums.function)
-    add = jax.jit(gradient.add.program.function, static_argnums=5)
+    add = jax.jit(gradient.loop.program.function, static_argnums=5)
 
     def compute(params, batch, num_micro):
         sizes = {

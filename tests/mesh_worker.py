@@ -361,7 +361,7 @@ def train(mesh, params, config=TINY):
     sums = step.gradient.init_sums(state.params, batch)
     capacity = compute_logit_capacities(packed, count_batch_shards(mesh), model.num_pieces)[0]
     text = program_text(
-        step.gradient.add.program, state.params, sums, batch, np.int32(0), np.int32(1), capacity
+        step.gradient.loop.program, state.params, sums, batch, np.int32(0), np.int32(1), capacity
     )
     result = {
         "gradient": gradient,

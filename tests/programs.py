@@ -211,7 +211,7 @@ def trainer_programs(
     sums = jax.eval_shape(step.gradient.init_sums.function, trained.params, batch)
     return {
         "update": (
-            partial(step.gradient.add.program.function, logit_capacity=3),
+            partial(step.gradient.loop.program.function, logit_capacity=3),
             (trained.params, sums, batch, shape(()), shape(())),
         ),
         "optimizer": (step.apply.function, (trained, sums)),

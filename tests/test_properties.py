@@ -343,7 +343,7 @@ def update_text(changes, fields=()):
     )
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tiny_params())
     sums = jax.eval_shape(step.init_sums.function, params, batch)
-    program = jax.jit(step.add.program.function, static_argnums=5)
+    program = jax.jit(step.loop.program.function, static_argnums=5)
     return program.lower(params, sums, batch, jnp.int32(0), jnp.int32(1), 4).as_text()
 
 

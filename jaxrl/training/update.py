@@ -222,19 +222,19 @@ class ScoreStep:
             )
             return logprobs.at[index].set(micro_logprobs)
 
-        self.add = MicroBatchLoop(
+        self.loop = MicroBatchLoop(
             model, "score", score_micro_batch, key=join_keys(model.program_key, temperature)
         )
 
     @property
     def num_programs(self) -> int:
         """Number of programs compiled so far."""
-        return self.add.program.num_programs
+        return self.loop.program.num_programs
 
     def __call__(self, params: Params, batch: Batch, packed: PackedBatch) -> jax.Array:
         """Score `packed`; `batch` is its copy on the devices. Tokens without loss get 0."""
         zeros = jnp.zeros(batch.token_ids.shape, jnp.float32, device=batch_sharding(self._mesh))
-        return self.add(self.model.merge(params), zeros, batch, packed)
+        return self.loop(self.model.merge(params), zeros, batch, packed)
 
 
 @struct.dataclass
@@ -325,12 +325,12 @@ class LoadBalanceStep:
         replicated = replicated_sharding(model.mesh)
         self._init_sums = jax.jit(init_sums, out_shardings=replicated)
         self._balance_weights = jax.jit(stats.balance_weights, out_shardings=replicated)
-        self.add = MicroBatchLoop(model, "balance", add_statistics)
+        self.loop = MicroBatchLoop(model, "balance", add_statistics)
 
     def __call__(self, params: Params, batch: Batch, packed: PackedBatch, coef: float) -> Any:
         """Compute `StatisticsReader.balance_weights` for the mini-batch."""
         zeros = self._init_sums(params, self._model.without_attachments(batch))
-        sums = self.add(params, zeros, batch, packed)
+        sums = self.loop(params, zeros, batch, packed)
         return self._balance_weights(sums, np.float32(coef))
 
 
@@ -440,8 +440,8 @@ class GradientStep:
         self.balance = LoadBalanceStep(model) if balance_coef else None
         self._balance_coef = balance_coef
         self.init_sums = CompiledFunction(init_sums, name="update_start", variants=None, key=key)
-        self.add = MicroBatchLoop(model, "update", accumulate_gradients, key)
-        self.accumulate_metrics = MicroBatchLoop(model, "update_metrics", accumulate_metrics, key)
+        self.loop = MicroBatchLoop(model, "update", accumulate_gradients, key)
+        self.metrics_loop = MicroBatchLoop(model, "update_metrics", accumulate_metrics, key)
 
     def __call__(self, params: Params, batch: Batch, packed: PackedBatch) -> GradAccumulator:
         """Accumulate gradients over the micro-batches of `packed`; `batch` is its device copy."""
@@ -452,11 +452,11 @@ class GradientStep:
             policy, self._model.without_attachments(batch), variant=batch.token_ids.shape
         )
         if rest is not None and packed.rest is not None:
-            sums = self.accumulate_metrics(policy, sums, rest, packed.rest)
+            sums = self.metrics_loop(policy, sums, rest, packed.rest)
         if self.balance is not None:
             balance = self.balance(policy, batch, packed, self._balance_coef)
             sums = replace(sums, balance=balance)
-        return self.add(policy, sums, batch, packed)
+        return self.loop(policy, sums, batch, packed)
 
 
 class UpdateStep:
@@ -523,12 +523,12 @@ class UpdateStep:
         gradient = self.gradient
         programs = [
             gradient.init_sums,
-            gradient.add.program,
-            gradient.accumulate_metrics.program,
+            gradient.loop.program,
+            gradient.metrics_loop.program,
             self.apply,
         ]
         if gradient.balance is not None:
-            programs.append(gradient.balance.add.program)
+            programs.append(gradient.balance.loop.program)
         return sum(program.num_programs for program in programs)
 
     def __call__(

@@ -208,7 +208,7 @@ def test_programs_with_user_code_are_traced_again(key, name, shares, tmp_path, m
     first, second = (
         build_stages(resolved(config), model, method)["train"].update for _ in range(2)
     )
-    programs = [first.gradient.add.program, second.gradient.add.program]
+    programs = [first.gradient.loop.program, second.gradient.loop.program]
     assert (programs[0]._jitted is programs[1]._jitted) == shares
 
 

@@ -474,12 +474,12 @@ def test_no_logits_beyond_a_chunk_are_in_memory(update, score, params, packed, b
     sums = update.gradient.init_sums(state.params, batch)
     scores = jnp.zeros(batch.token_ids.shape, device=batch.token_ids.sharding)
     for text in (
-        program_text(update.gradient.add.program, state.params, sums, batch, *span),
-        program_text(score.add.program, params, scores, batch, *span),
+        program_text(update.gradient.loop.program, state.params, sums, batch, *span),
+        program_text(score.loop.program, params, scores, batch, *span),
     ):
         assert max(logits_arrays(text).values()) == split_evenly(72 * room // 4, CHUNK_TOKENS)[1]
     # The same look at a program whose chunk is a whole micro-batch finds it.
-    careless = ScoreStep(tiny_model(chunk_tokens=72), temperature=1.0).add.program
+    careless = ScoreStep(tiny_model(chunk_tokens=72), temperature=1.0).loop.program
     text = careless.lower(params, scores, batch, *span).compile().as_text()
     assert max(logits_arrays(text).values()) == 72 * room // 4
 
@@ -538,7 +538,7 @@ def test_shared_programs_hold_no_weights(params, packed):
     model.base = {"beside": jnp.ones(3)}
     update = UpdateStep(model, policy_loss(), OPTIMIZER, shares_programs=True)
     score = ScoreStep(model, temperature=1.0)
-    score.add(params, jnp.zeros(batch.token_ids.shape), batch, packed)
+    score.loop(params, jnp.zeros(batch.token_ids.shape), batch, packed)
     weights = weakref.ref(model.base["beside"])
     del update, score, model
     gc.collect()
