@@ -26,7 +26,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl.extras.delta_net.qwen3_5 import Qwen35Config
 from jaxrl.models.attention.choice import select_kernels
 from jaxrl.models.attention.kernels import AttentionKernels
 from jaxrl.models.decoder import init_params
@@ -39,7 +38,7 @@ from jaxrl.utils.files import open_atomic
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """Sizes of a Qwen3 or Qwen3.5 model with tied embeddings; every field is a flag."""
+    """Sizes of a Qwen3 model with tied embeddings; every field is a flag."""
 
     num_layers: int
     width: int
@@ -50,15 +49,13 @@ class ModelSizes:
     vocab_size: int
     dtype: str  # dtype of activations, matmuls and caches
     head_dtype: str = ""  # dtype of the output layer; "": `dtype`
-    # Gated delta nets, which come before the layers with attention; floors count them as attention.
-    num_delta_layers: int = 0
 
     @property
     def architecture(self) -> QwenConfig:
         """Return the architecture with these sizes."""
         sizes = dataclasses.asdict(self)
-        del sizes["dtype"], sizes["num_delta_layers"]
-        dense = QwenConfig(
+        del sizes["dtype"]
+        return QwenConfig(
             **sizes,
             rope_theta=1e6,
             rms_norm_eps=1e-6,
@@ -67,19 +64,6 @@ class ModelSizes:
             output_bias=False,
             qk_norm=True,
             max_positions=32_768,
-        )
-        if not self.num_delta_layers:
-            return dense
-        # Heads as in Qwen3.5: as many key heads as attention has heads, and twice as many values.
-        return Qwen35Config(
-            **vars(dense),
-            attention_layers=tuple(range(self.num_delta_layers, self.num_layers)),
-            rotary_fraction=0.25,
-            num_key_heads=self.num_heads,
-            num_value_heads=2 * self.num_heads,
-            key_dim=self.head_dim,
-            value_dim=self.head_dim,
-            conv_width=4,
         )
 
     @property

@@ -9,7 +9,6 @@ import pytest
 from benchmarks import (
     agreement,
     common,
-    contexts,
     endpoint,
     h200,
     peers,
@@ -121,24 +120,6 @@ def test_update(tmp_path):
     assert record["work"]["new_tokens"] == 7
     assert 0 < record["mfu_computed"] < record["mfu"] < 1
     assert record["mfu"] == pytest.approx(record["flops_per_s"]["median"] / 989e12)
-
-
-@pytest.mark.minutes
-@pytest.mark.usefixtures("one_size")
-def test_the_states_of_a_hybrid_do_not_grow(tmp_path):
-    flags = [
-        "--num_layers=4", "--vocab_size=128", "--lengths=70,140", "--num_rows=2", "--chunk_tokens=4"
-    ]  # fmt: skip
-    record = run_benchmark(contexts, flags, tmp_path)
-    short, long = (record[f"length {length}"] for length in (70, 140))
-    for figures in (short, long):
-        assert min(figures["dense_ms"]["min"], figures["hybrid_ms"]["min"]) > 0
-        cache = figures["cache_bytes"]
-        # One of four layers has pages; the others have states.
-        assert cache["dense"]["pages"] == 4 * cache["hybrid"]["pages"]
-        assert cache["dense"]["states"] == 0
-    assert short["cache_bytes"]["hybrid"]["states"] == long["cache_bytes"]["hybrid"]["states"] > 0
-    assert short["backward_mib"]["hybrid"] < long["backward_mib"]["hybrid"]
 
 
 def test_sequences_of_a_group_share_their_prompt_and_differ_in_length():
