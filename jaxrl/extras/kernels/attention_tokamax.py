@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,8 +31,8 @@ def attend_packed(
     v: Float[Array, "R T K H"],
     key_ranges: Int[Array, "R 3 T"],
     *,
-    interpret: bool = False,
     shares_prompts: bool = True,
+    make_kernels: Callable[[float], TokamaxKernels] | None = None,
 ) -> Float[Array, "R Q N H"]:
     """Compute `reference.attend_packed` with kernels that support one range of keys per query.
 
@@ -46,8 +47,8 @@ def attend_packed(
         k: Keys of all T tokens.
         v: Values of all T tokens.
         key_ranges: Ranges of tokens that each token attends to; see `kernels.compute_key_ranges`.
-        interpret: True to use `XlaKernels`, which hold all scores in memory, for tests.
         shares_prompts: True if segments may share a prompt; False skips the second pass.
+        make_kernels: Replacement for `TokamaxKernels`, for tests without a GPU.
 
     Raises:
         ImportError: tokamax is not installed, or has an unsupported version.
@@ -62,7 +63,7 @@ def attend_packed(
     q, k, v, key_ranges = pad_to_blocks(q, k, v, key_ranges, BLOCK)
     pad = ((0, 0), (0, 0), (0, 0), (0, -H % HEAD_MULTIPLE))
     q, k, v = (jnp.pad(x, pad) for x in (q, k, v))
-    kernels = XlaKernels(H**-0.5) if interpret else TokamaxKernels(H**-0.5)
+    kernels = (make_kernels or TokamaxKernels)(H**-0.5)
     return _attend(q, k, v, key_ranges, kernels, shares_prompts)[:, :Q, :, :H]
 
 
@@ -71,63 +72,6 @@ class KeyRange(NamedTuple):
 
     start: jax.Array  # int32 [R, Q]
     end: jax.Array | None  # int32 [R, Q]; None for causal, up to and including the query
-
-
-@dataclass(frozen=True)
-class XlaKernels:
-    """XLA implementation of `TokamaxKernels`, for tests.
-
-    Attributes:
-        scale: Factor by which scores are multiplied.
-    """
-
-    scale: float
-
-    def forward(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, keys: KeyRange
-    ) -> tuple[jax.Array, jax.Array]:
-        """Compute outputs `[R, Q, N, H]` and log-sum-exp `[R, N, Q]`; -inf for empty ranges."""
-        R, Q, N, _ = q.shape
-        scores = self._compute_scores(q, k, keys)
-        lse = jax.nn.logsumexp(scores, axis=-1)
-        weights = jnp.exp(scores - jnp.where(jnp.isfinite(lse), lse, 0.0)[..., None])
-        return self._einsum_to_query_shape("rkgts,rskh->rtkgh", weights, v, q), lse.reshape(R, N, Q)
-
-    def backward(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, keys: KeyRange,
-        out: jax.Array, lse: jax.Array, gradient: jax.Array,
-    ) -> tuple[jax.Array, ...]:  # fmt: skip
-        """Compute the contribution of a range of keys to the gradients of q, k and v."""
-        (R, Q, N, H), K = q.shape, k.shape[2]
-        group_shape = (R, Q, K, N // K, H)
-        lse = lse.reshape(R, K, N // K, Q)
-        weights = jnp.exp(self._compute_scores(q, k, keys) - lse[..., None])
-        d_out = gradient.astype(jnp.float32).reshape(group_shape)
-        delta = (d_out * out.reshape(group_shape)).sum(axis=-1).transpose(0, 2, 3, 1)
-        d_weights = jnp.einsum("rtkgh,rskh->rkgts", d_out, v.astype(jnp.float32))
-        d_scores = weights * (d_weights - delta[..., None]) * self.scale
-        dq = self._einsum_to_query_shape("rkgts,rskh->rtkgh", d_scores, k, q)
-        dk = jnp.einsum("rkgts,rtkgh->rskh", d_scores, q.reshape(group_shape))
-        dv = jnp.einsum("rkgts,rtkgh->rskh", weights, d_out)
-        return dq, dk.astype(k.dtype), dv.astype(v.dtype)
-
-    def _einsum_to_query_shape(
-        self, axes: str, weights: jax.Array, x: jax.Array, q: jax.Array
-    ) -> jax.Array:
-        return jnp.einsum(axes, weights, x.astype(jnp.float32)).reshape(q.shape).astype(q.dtype)
-
-    def _compute_scores(self, q: jax.Array, k: jax.Array, keys: KeyRange) -> jax.Array:
-        (R, Q, N, H), (T, K) = q.shape, k.shape[1:3]
-        products = jnp.einsum(
-            "rtkgh,rskh->rkgts",
-            q.reshape(R, Q, K, N // K, H),
-            k,
-            preferred_element_type=jnp.float32,
-        )
-        ends = _get_range_ends(keys, T)
-        positions = jnp.arange(T)
-        is_read = (positions >= keys.start[..., None]) & (positions < ends[..., None])
-        return jnp.where(is_read[:, None, None], products * self.scale, -jnp.inf)
 
 
 def _get_range_ends(keys: KeyRange, T: int) -> jax.Array:
@@ -151,7 +95,7 @@ class TokamaxKernels:
     def forward(
         self, q: jax.Array, k: jax.Array, v: jax.Array, keys: KeyRange
     ) -> tuple[jax.Array, jax.Array]:
-        """Implement `XlaKernels.forward` with tokamax."""
+        """Compute outputs `[R, Q, N, H]` and log-sum-exp `[R, N, Q]`; -inf for empty ranges."""
         attention = import_tokamax("attention.pallas_mosaic_gpu").PallasMosaicGpuFlashAttention()
         settings = self._make_settings(q, k, keys)
         config = attention.bind(q, k, v, return_residuals=True, **settings).heuristics_config
@@ -163,7 +107,10 @@ class TokamaxKernels:
         self, q: jax.Array, k: jax.Array, v: jax.Array, keys: KeyRange,
         out: jax.Array, lse: jax.Array, gradient: jax.Array,
     ) -> tuple[jax.Array, ...]:  # fmt: skip
-        """Implement `XlaKernels.backward`; a causal mask skips the blocks after the diagonal."""
+        """Compute the contribution of a range of keys to the gradients of q, k and v.
+
+        A causal mask skips the blocks after the diagonal.
+        """
         attention = import_tokamax("attention.pallas_mosaic_gpu").PallasMosaicGpuFlashAttention()
         bound_op = attention.bind(q, k, v, **self._make_settings(q, k, keys))
         settings = {key: x for key, x in bound_op.kwargs.items() if key != "return_residuals"}
@@ -198,14 +145,14 @@ def _split_key_ranges(q: jax.Array, key_ranges: jax.Array, shares_prompts: bool)
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _attend(
     q: jax.Array, k: jax.Array, v: jax.Array, key_ranges: jax.Array,
-    kernels: XlaKernels | TokamaxKernels, shares_prompts: bool,
+    kernels: TokamaxKernels, shares_prompts: bool,
 ) -> jax.Array:  # fmt: skip
     return _forward(q, k, v, key_ranges, kernels, shares_prompts)[0]
 
 
 def _forward(
     q: jax.Array, k: jax.Array, v: jax.Array, key_ranges: jax.Array,
-    kernels: XlaKernels | TokamaxKernels, shares_prompts: bool,
+    kernels: TokamaxKernels, shares_prompts: bool,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:  # fmt: skip
     """Return the outputs and the residuals, which contain the log-sum-exp `[R, N, Q]`."""
     ranges = _split_key_ranges(q, key_ranges, shares_prompts)
@@ -222,13 +169,13 @@ def _forward(
 
 
 def _backward(
-    kernels: XlaKernels | TokamaxKernels,
+    kernels: TokamaxKernels,
     shares_prompts: bool,
     residuals: tuple[jax.Array, ...],
     gradient: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     q, k, v, key_ranges, out, lse = residuals
-    if isinstance(kernels, TokamaxKernels) and q.shape[3] <= MAX_HEAD_DIM and kernels.is_hopper():
+    if q.shape[3] <= MAX_HEAD_DIM and kernels.is_hopper():
         from jaxrl.extras.kernels.gradients_hopper import compute_attention_gradients
 
         return *compute_attention_gradients(

@@ -15,7 +15,7 @@ import pytest
 from jaxrl.extras.kernels.attention_tokamax import (
     KeyRange,
     TokamaxKernels,
-    XlaKernels,
+    _get_range_ends,
     attend_packed,
 )
 from jaxrl.models.attention.kernels import compute_key_ranges
@@ -24,6 +24,50 @@ from tests.models.attention.brute import brute_force, random_inputs, random_rows
 from tests.programs import for_gpu, lowered_for_gpu, pretend_hopper
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+class XlaKernels(TokamaxKernels):
+    """Implementation of `TokamaxKernels` in XLA, which holds all scores in memory."""
+
+    def is_hopper(self):
+        return False
+
+    def forward(self, q, k, v, keys):
+        R, Q, N, _ = q.shape
+        scores = self._compute_scores(q, k, keys)
+        lse = jax.nn.logsumexp(scores, axis=-1)
+        weights = jnp.exp(scores - jnp.where(jnp.isfinite(lse), lse, 0.0)[..., None])
+        return self._einsum_to_query_shape("rkgts,rskh->rtkgh", weights, v, q), lse.reshape(R, N, Q)
+
+    def backward(self, q, k, v, keys, out, lse, gradient):
+        (R, Q, N, H), K = q.shape, k.shape[2]
+        group_shape = (R, Q, K, N // K, H)
+        lse = lse.reshape(R, K, N // K, Q)
+        weights = jnp.exp(self._compute_scores(q, k, keys) - lse[..., None])
+        d_out = gradient.astype(jnp.float32).reshape(group_shape)
+        delta = (d_out * out.reshape(group_shape)).sum(axis=-1).transpose(0, 2, 3, 1)
+        d_weights = jnp.einsum("rtkgh,rskh->rkgts", d_out, v.astype(jnp.float32))
+        d_scores = weights * (d_weights - delta[..., None]) * self.scale
+        dq = self._einsum_to_query_shape("rkgts,rskh->rtkgh", d_scores, k, q)
+        dk = jnp.einsum("rkgts,rtkgh->rskh", d_scores, q.reshape(group_shape))
+        dv = jnp.einsum("rkgts,rtkgh->rskh", weights, d_out)
+        return dq, dk.astype(k.dtype), dv.astype(v.dtype)
+
+    def _einsum_to_query_shape(self, axes, weights, x, q):
+        return jnp.einsum(axes, weights, x.astype(jnp.float32)).reshape(q.shape).astype(q.dtype)
+
+    def _compute_scores(self, q, k, keys):
+        (R, Q, N, H), (T, K) = q.shape, k.shape[1:3]
+        products = jnp.einsum(
+            "rtkgh,rskh->rkgts",
+            q.reshape(R, Q, K, N // K, H),
+            k,
+            preferred_element_type=jnp.float32,
+        )
+        ends = _get_range_ends(keys, T)
+        positions = jnp.arange(T)
+        is_read = (positions >= keys.start[..., None]) & (positions < ends[..., None])
+        return jnp.where(is_read[:, None, None], products * self.scale, -jnp.inf)
 
 
 def forward_and_backward(**settings):
@@ -58,7 +102,7 @@ def test_two_ranges_merged_equal_brute_force(shape, num_kv_heads, num_queries, s
     is_asked = is_token & (np.arange(shape[1]) >= shape[1] - num_queries)[:, None, None]
     exact[3] = exact[3] * is_asked
     gradient = (gradient * is_asked)[:, -num_queries:]
-    run = forward_and_backward(interpret=True, shares_prompts=shares_prompts)
+    run = forward_and_backward(make_kernels=XlaKernels, shares_prompts=shares_prompts)
     key_ranges = compute_key_ranges(jnp.asarray(segment_ids), jnp.asarray(positions))
     actual = run(q[:, -num_queries:], k, v, key_ranges, gradient)
     assert {x.dtype for x in actual} == {jnp.dtype("bfloat16")}
