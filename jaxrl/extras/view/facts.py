@@ -55,7 +55,7 @@ def summarize_run(run: RunReader) -> dict[str, Any]:
         "problems": run.problems,
         "signs": [
             {name: sign.get(name) for name in ("step", "sign", "text", "action")}
-            for sign in run.signs.records
+            for sign in run.signs
         ],
         "scores": compute_scores(run),
         "suites": {suite: SUITE_LABELS.get(suite, suite) for suite in list_suites(run)},

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,73 +19,15 @@ from jaxrl.extras.view.trajectories import (
     TrajectoryIndex,
     get_file_identity,
 )
+from jaxrl.logs.writers import SENTINEL_FILE, parse_record
 from jaxrl.runtime.resume import HISTORY_FILE, read_history
 from jaxrl.training.settings import STAGES
 from jaxrl.utils.json_io import parse_json, read_object, to_finite_float
 
-FILES = ("metrics.jsonl", "config.json", "eval", "trajectories")
+METRICS_FILE = "metrics.jsonl"
+
+FILES = (METRICS_FILE, "config.json", "eval", "trajectories")
 """Files and folders. Every workdir contains at least one of them."""
-
-
-@dataclass
-class JsonLines:
-    """Incremental reader of a growing JSONL file. Each line is parsed once.
-
-    Attributes:
-        path: Path of the file, which may not exist.
-        field_types: Type of each required field.
-        records: Valid records in file order.
-        num_damaged: Number of invalid lines.
-    """
-
-    path: Path
-    field_types: dict[str, type]
-    records: list[dict[str, Any]] = field(default_factory=list)
-    num_damaged: int = 0
-    _inode: int = 0
-    _offset: int = 0
-    _partial_line: bytes = b""
-
-    def refresh(self) -> bool:
-        """Read appended lines, or the entire file if it was replaced or truncated.
-
-        An incomplete last line is buffered until its end is written.
-
-        Returns:
-            True if anything changed.
-        """
-        identity = get_file_identity(self.path)
-        inode, size, _ = identity or (0, 0, 0)
-        was_reset = self._offset > 0 and (size < self._offset or inode != self._inode)
-        if was_reset:
-            self.records, self.num_damaged, self._offset, self._partial_line = [], 0, 0, b""
-        self._inode = inode
-        if identity is None or size == self._offset:
-            return was_reset
-        with self.path.open("rb") as file:
-            file.seek(self._offset)
-            data = file.read()
-        self._offset += len(data)
-        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
-        for line in lines:
-            record = self._parse_line(line)
-            if record is not None:
-                self.records.append(record)
-            elif line.strip():
-                self.num_damaged += 1
-        return True
-
-    def _parse_line(self, line: bytes) -> dict[str, Any] | None:
-        try:
-            record = parse_json(line, "")
-        except ValueError:
-            return None
-        if not isinstance(record, dict):
-            return None
-        # All records have the same keys, so share the strings.
-        record = {"stage": "train"} | {sys.intern(name): value for name, value in record.items()}
-        is_valid = all(type(record.get(name)) is kind for name, kind in self.field_types.items())
-        return record if is_valid and abs(record["step"]) < 2**53 else None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -129,6 +70,8 @@ class RunReader:
         workdir: Folder of the run.
         name: Unique display name.
         version: Number of refreshes with changes.
+        records: Valid records of `metrics.jsonl`, in file order.
+        signs: Valid records of `sentinel.jsonl`, in file order.
         config: Flat config; {} without `config.json`.
         evaluations: Evaluations in chronological order.
         starts: Objects in `environment.json`, one per launch of the run.
@@ -138,28 +81,25 @@ class RunReader:
 
     def __init__(self, workdir: Path, name: str):
         self.workdir, self.name, self.version = workdir, name, 0
-        step = {"step": int, "stage": str}
-        self.metrics = JsonLines(workdir / "metrics.jsonl", step)
-        self.signs = JsonLines(workdir / "sentinel.jsonl", step | {"sign": str})
         self.index = TrajectoryIndex(workdir / "trajectories")
+        self.records: list[dict[str, Any]] = []
+        self.signs: list[dict[str, Any]] = []
         self.config: dict[str, Any] = {}
         self.starts: list[dict[str, Any]] = []
         self.changes: list[dict[str, Any]] = []
         self.evaluations: list[Evaluation] = []
         self._files: dict[Path, _CachedFile] = {}
-
-    @property
-    def records(self) -> list[dict[str, Any]]:
-        """Records of `metrics.jsonl`."""
-        return self.metrics.records
+        self._num_damaged: dict[str, int] = {}
 
     @property
     def problems(self) -> list[str]:
         """Descriptions of unreadable files and lines."""
         problems = [file.problem for file in self._files.values() if file.problem]
-        for lines in (self.metrics, self.signs):
-            if lines.num_damaged:
-                problems.append(f"{lines.num_damaged} lines of {lines.path.name} are damaged")
+        problems += [
+            f"{count} lines of {name} are damaged"
+            for name, count in self._num_damaged.items()
+            if count
+        ]
         return problems + self.index.problems
 
     def refresh(self, seconds: float = float("inf")) -> None:
@@ -168,18 +108,23 @@ class RunReader:
         Args:
             seconds: Time limit for indexing trajectories; the next refresh continues.
         """
-        changed = [self.metrics.refresh(), self.signs.refresh()]
         readers: dict[Path, Callable[[Path], Any]] = {
             self.workdir / "config.json": read_flat_config,
             self.workdir / "environment.json": _read_launches,
         }
         readers |= dict.fromkeys(self.workdir.glob(HISTORY_FILE), _read_changes)
+        logs = (self.workdir / METRICS_FILE, self.workdir / SENTINEL_FILE)
+        readers |= dict.fromkeys((path for path in logs if path.exists()), _read_records)
         paths = [path for path in self.workdir.glob("eval/*") if _EVALUATION.fullmatch(path.name)]
         readers |= dict.fromkeys(paths, _read_evaluation)
-        changed.append(bool(self._files.keys() - readers.keys()))
+        changed = [bool(self._files.keys() - readers.keys())]
         self._files = {path: file for path, file in self._files.items() if path in readers}
         changed += [self._refresh_file(path, read) for path, read in readers.items()]
         values = {path.name: file.value for path, file in self._files.items()}
+        no_records: tuple[list[dict[str, Any]], int] = ([], 0)
+        self.records, num_damaged = values.get(METRICS_FILE) or no_records
+        self.signs, num_damaged_signs = values.get(SENTINEL_FILE) or no_records
+        self._num_damaged = {METRICS_FILE: num_damaged, SENTINEL_FILE: num_damaged_signs}
         self.config = values.get("config.json") or {}
         self.starts = values.get("environment.json") or []
         self.changes = values.get(HISTORY_FILE) or []
@@ -235,6 +180,17 @@ def open_runs(workdirs: Iterable[Path]) -> list[RunReader]:
     if len(set(names)) < len(names):
         names = list(map(str, folders))
     return [RunReader(folder, name) for folder, name in zip(folders.values(), names, strict=True)]
+
+
+def _read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Read the valid records of a growing JSONL file, and count the damaged lines.
+
+    An incomplete last line is ignored until its end is written.
+    """
+    *lines, _ = path.read_bytes().split(b"\n")
+    records = [parse_record(line) for line in lines if line.strip()]
+    valid = [{"stage": "train"} | record for record in records if record is not None]
+    return valid, len(records) - len(valid)
 
 
 def _read_launches(path: Path) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from jaxrl.extras.view.reader import JsonLines, RunReader
+from jaxrl.extras.view.reader import RunReader
 from jaxrl.extras.view.trajectories import COLUMNS, TrajectoryIndex, parse_leading_fields
 from tests.extras.view.workdirs import (
     HOSTILE,
@@ -27,56 +27,35 @@ def read(workdir):
     return reader
 
 
-def lines_of(path):
-    return JsonLines(path, {"step": int, "stage": str})
-
-
 def rows_of(index):
     """Rows by column names, sorted by step and line."""
     named = [dict(zip(COLUMNS, row, strict=True)) for row in index.rows]
     return sorted(named, key=lambda row: (row["step"], row["line"]))
 
 
-class TestJsonLines:
-    def test_each_line_is_read_once_it_is_whole(self, tmp_path):
-        path = tmp_path / "metrics.jsonl"
-        lines = lines_of(path)
-        text = "".join(json.dumps({"step": step, "a": step / 4}) + "\n" for step in range(40))
-        for start in range(0, len(text), 17):
-            with path.open("a") as file:
-                file.write(text[start : start + 17])
-            assert lines.refresh()
-            assert len(lines.records) == text[: start + 17].count("\n")
-        assert not lines.refresh()
-        assert [record["a"] for record in lines.records] == [step / 4 for step in range(40)]
-        assert lines.records[0]["stage"] == "train"
-
-    def test_damaged_lines_are_counted(self, tmp_path):
+class TestRecords:
+    def test_lines_are_read_once_they_are_whole_and_damaged_ones_counted(self, tmp_path):
         path = tmp_path / "metrics.jsonl"
         bad = ["{", "[]", "3", '{"stage": "train"}', '{"step": true}', '{"step": 1, "stage": 2}']
         write_lines(path, [{"step": 1}, *bad, "", "  ", '{"step": 1e400}', {"step": 2}])
-        lines = lines_of(path)
-        lines.refresh()
-        assert [record["step"] for record in lines.records] == [1, 2]
-        assert lines.num_damaged == len(bad) + 1
-
-    def test_a_file_that_is_replaced_or_cut_is_read_again(self, tmp_path):
-        path = tmp_path / "metrics.jsonl"
-        write_lines(path, [{"step": 1}, {"step": 2}, "{"])
-        lines = lines_of(path)
-        lines.refresh()
-        # A restart puts another file in its place, here a longer one.
+        reader = read(tmp_path)
+        assert reader.records == [{"stage": "train", "step": step} for step in (1, 2)]
+        assert f"{len(bad) + 1} lines of metrics.jsonl are damaged" in reader.problems
+        version = reader.version
+        for text, steps in (('{"step"', [1, 2]), (": 3}\n", [1, 2, 3])):
+            with path.open("a") as file:
+                file.write(text)
+            reader.refresh()
+            assert [record["step"] for record in reader.records] == steps
+        assert reader.version > version
+        # A restart puts another file in its place.
         write_lines(tmp_path / "new", [{"step": step} for step in range(5, 9)])
         os.replace(tmp_path / "new", path)
-        lines.refresh()
-        assert [record["step"] for record in lines.records] == [5, 6, 7, 8]
-        assert lines.num_damaged == 0
-        write_lines(path, [{"step": 9}])
-        lines.refresh()
-        assert [record["step"] for record in lines.records] == [9]
+        reader.refresh()
+        assert [record["step"] for record in reader.records] == [5, 6, 7, 8]
         path.unlink()
-        assert lines.refresh()
-        assert lines.records == []
+        reader.refresh()
+        assert reader.records == []
 
 
 class TestRunReader:
