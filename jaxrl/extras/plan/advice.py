@@ -21,7 +21,7 @@ from jaxrl.extras.plan.memory import (
     plan_update,
 )
 from jaxrl.models.architecture import Architecture
-from jaxrl.runtime.sharding import BATCH_AXES, count_batch_shards
+from jaxrl.runtime.sharding import count_batch_shards
 
 CPU_TOKENS = 512
 """Minimum tokens of a micro-batch on a CPU, to amortize the pass over all gradients."""
@@ -89,16 +89,13 @@ def choose_micro_rows(
         section = config.get_optimizer_section(stage)
         if stage not in config.stages or section.micro_rows:
             continue
-        note, previous = "", (recorded_config or {}).get(key, 0)
-        if previous and previous % shards:
-            axes = " * ".join(BATCH_AXES)
-            note = f" (not the original {previous}: not a multiple of {axes} = {shards})"
-        elif previous:
-            peak = plan_update(config.with_values({key: previous}), model, target, stage).peak_bytes
-            if peak <= target.usable_bytes:
+        previous = (recorded_config or {}).get(key, 0)
+        if previous and previous % shards == 0:
+            changed = config.with_values({key: previous})
+            if plan_update(changed, model, target, stage).peak_bytes <= target.usable_bytes:
                 section.micro_rows = previous
                 continue
-            note = f" (not the original {previous}: they need {format_bytes(peak)})"
+        note = f" (the original {previous} do not fit these devices)" if previous else ""
         rows, peak = find_micro_rows(config, model, target, stage, must_fit=must_fit)
         section.micro_rows = rows
         notes.append(

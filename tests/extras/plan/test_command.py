@@ -90,9 +90,9 @@ class TestMicroRows:
     @pytest.mark.parametrize(
         ("num_devices", "stored_rows", "rows", "note"),
         [
-            (4, 2, 12, "not the original 2: not a multiple of data * fsdp * expert = 4"),
+            (4, 2, 12, "the original 2 do not fit these devices"),
             (4, 8, 8, None),
-            (1, 2**20, 3, "not the original 1048576: they need "),
+            (1, 2**20, 3, "the original 1048576 do not fit these devices"),
         ],
     )
     def test_resumed_on_other_devices(
