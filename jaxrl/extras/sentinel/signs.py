@@ -35,14 +35,6 @@ ROUNDING_GAP = 0.002
 MAX_GROWTH = 10.0
 """Multiple of the largest recent gradient norm above which a gradient explodes."""
 
-GAP_LABELS = (
-    (0.001, "equal"),
-    (0.01, "rounding of bfloat16"),
-    (0.05, "off"),
-    (math.inf, "far off"),
-)
-"""Upper bounds on the mean gap between sampler and trainer, in nats per token, with labels."""
-
 RuleResult = tuple[str, str] | None
 """Name and text of the sign that a rule raises, or None."""
 
@@ -238,12 +230,8 @@ def detect_sampler_mismatch(history: StepHistory, limit: float, *, has_drift: bo
     is_sign = (has_grown and is_large) if has_drift else (has_grown or is_large)
     if not is_sign:
         return None
-    earlier = (
-        f"; before it was {median(prior):.2g} ({describe_gap(median(prior))})" if prior else ""
-    )
-    text = (
-        f"sampler and trainer differ by {now:.2g} nats per token ({describe_gap(now)}){earlier}. "
-    )
+    earlier = f"; before it was {median(prior):.2g}" if prior else ""
+    text = f"sampler and trainer differ by {now:.2g} nats per token{earlier}. "
     # k3 of the gap d is exp(d) - 1 - d. This is about |d| if the trainer assigns sampled tokens
     # almost no probability, and about d^2 / 2 if weights or rounding differ slightly.
     if (history.now["gap_k3"] or 0.0) > 0.5 * now and (history.now["gap_max"] or 0.0) > 5.0:
@@ -257,11 +245,6 @@ def detect_sampler_mismatch(history: StepHistory, limit: float, *, has_drift: bo
         "reach it, a quantized copy), or computes differently (dtype, attention, temperature). "
         "config.loss.correction can correct for it, but look for the cause first."
     )
-
-
-def describe_gap(gap: float) -> str:
-    """Return a label for a mean sampler-trainer gap in nats per token."""
-    return next(name for limit, name in GAP_LABELS if gap < limit)
 
 
 def detect_gradient_explosion(history: StepHistory) -> RuleResult:
