@@ -148,6 +148,14 @@ class Trajectory:
         return self.advantage != 0
 
     @property
+    def has_void_turn(self) -> bool:
+        """Return True if a turn has neither a tool call nor the final answer."""
+        *earlier, last = self.turns or (None,)
+        if last is None or any(turn is None or turn.observation is None for turn in earlier):
+            return True
+        return self.outcome == Outcome.MALFORMED or last.is_cut
+
+    @property
     def token_advantages(self) -> np.ndarray:
         """Advantage of each token, from the token, its turn or its trajectory: float32 [L]."""
         if self.custom_advantages is not None:

@@ -89,7 +89,7 @@ def compute_step_stats(
         "length": _mean([t.num_sampled for t in scored]),
         "malformed": _mean([t.outcome == Outcome.MALFORMED for t in scored]),
         "cut": _mean([t.outcome == Outcome.OUT_OF_BUDGET for t in scored]),
-        "void": _mean([has_void_turn(t) for t in scored]),
+        "void": _mean([t.has_void_turn for t in scored]),
         "loops": _mean([is_repetitive(t.token_ids[t.loss_mask]) for t in scored]),
         "alike": _mean([is_alike for group in groups for is_alike in flag_duplicates(group)]),
         "signal": _mean([any(t.has_signal for t in group.trajectories) for group in groups]),
@@ -126,14 +126,6 @@ def _compute_mean_per_token(trajectories: Sequence[Trajectory], name: str) -> fl
 
 def _get_sampled_bytes(trajectory: Trajectory) -> bytes:
     return trajectory.token_ids[trajectory.loss_mask].tobytes()
-
-
-def has_void_turn(trajectory: Trajectory) -> bool:
-    """Return True if a turn has neither a tool call nor the final answer."""
-    *before, last = trajectory.turns or (None,)
-    if last is None or any(turn is None or turn.observation is None for turn in before):
-        return True
-    return trajectory.outcome == Outcome.MALFORMED or last.is_cut
 
 
 def is_repetitive(ids: np.ndarray) -> bool:

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from jaxrl.envs.base import Outcome
 from jaxrl.objectives.segments import segment_sums
 from jaxrl.types import Trajectory
 
@@ -48,7 +47,4 @@ def has_no_void_turn(trajectory: Trajectory) -> bool:
     from the loss. The paper requires a code block in each turn; here, any tool call counts, even an
     invalid or failed call.
     """
-    *earlier, last = trajectory.turns or (None,)
-    if last is None or any(turn is None or turn.observation is None for turn in earlier):
-        return False
-    return trajectory.outcome != Outcome.MALFORMED and not last.is_cut
+    return not trajectory.has_void_turn
