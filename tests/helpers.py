@@ -467,11 +467,6 @@ def per_token_of(policy_loss):
     return lambda *arrays, **settings: policy_loss(*arrays, **settings).per_token
 
 
-def metrics_of(policy_loss):
-    """Return a function that returns only the metrics of a policy loss."""
-    return lambda *arrays, **settings: policy_loss(*arrays, **settings).metrics
-
-
 def cancelled(coroutine, turns, times):
     """Cancel a coroutine after some turns of its event loop; return True if it ended cancelled."""
 
