@@ -1,14 +1,9 @@
-"""Complete runs of a hybrid: agreement of sampler and trainer, resume, and refusals."""
-
-import os
-import subprocess
-import sys
+"""Complete runs of a hybrid: agreement of sampler and trainer, and resume."""
 
 import pytest
 
 from jaxrl.models.registry import read_architecture
 from tests.extras.delta_net.models import write_hybrid_world
-from tests.helpers import ROOT, with_devices
 from tests.runs import (
     assert_same_weights,
     evaluation,
@@ -82,17 +77,3 @@ def test_an_export_has_the_format_of_its_source(base, world):
     assert read_architecture(export) == read_architecture(world / "model")
     names = ("config.json", "tokenizer.json")
     assert all((export / n).read_bytes() == (world / "model" / n).read_bytes() for n in names)
-
-
-def test_a_context_axis_is_refused_in_one_line(world, tmp_path):
-    command = [
-        *(sys.executable, "-m", "jaxrl.launch", f"--config=configs/debug_tiny.py:{world}"),
-        *(f"--workdir={tmp_path / 'run'}", "--config.mesh.data=1", "--config.mesh.context=2"),
-    ]
-    environment = {"JAX_PLATFORMS": "cpu", **with_devices(2)}
-    done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True
-    )
-    assert done.returncode != 0
-    [line] = done.stderr.splitlines()
-    assert "mesh.context=2" in line
