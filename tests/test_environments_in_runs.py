@@ -284,6 +284,7 @@ def test_a_model_behind_an_endpoint_plays_both(world, tmp_path):
     assert run.scores["search/answered"] == run.scores["math/answered"] == 1.0
 
 
+@pytest.mark.slow(instead="runtime/test_distributed.py::test_two_processes_take_the_steps_of_one")
 def test_two_processes_take_the_steps_of_one(world, tmp_path, quick_compilation):
     changes = SIZES | {
         **{"stages": "('train',)", "num_steps": 1, "eval.suites": "()", "log.trajectories": -1},

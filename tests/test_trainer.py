@@ -270,7 +270,18 @@ def test_usage_counts_once_however_often_a_step_is_saved(config, warm_model, tmp
         assert record["perf/ledger/total/attempts/search"] == first + num_searches
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize(
+    "num_processes",
+    [
+        pytest.param(
+            1,
+            marks=pytest.mark.slow(
+                instead="runtime/test_sharding.py::test_four_devices_compute_what_one_does"
+            ),
+        ),
+        2,
+    ],
+)
 def test_jobs_and_meshes_repeat_train(tiny_world, tmp_path, quick_compilation, num_processes):
     """One process with eight devices, and two processes with one device each."""
     settings = {
