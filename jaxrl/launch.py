@@ -69,11 +69,15 @@ _CONFIG = flags.DEFINE_string("config", None, "Configuration: FILE.py or FILE.py
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run; created if missing.")
 _VALUES = flags.DEFINE_string("values", None, "YAML or JSON file of keys to set.")
 _PLAN = flags.DEFINE_bool("plan", False, "Show the memory each device needs, and run nothing.")
-_PLAN_DEVICES = flags.DEFINE_integer("plan_devices", 0, "Devices to plan for; 0: this host's.")
+_PLAN_DEVICES = flags.DEFINE_integer(
+    "plan_devices", 0, "Devices to plan for; 0: this host's.", lower_bound=0
+)
 _PLAN_PROCESSES = flags.DEFINE_integer(
     "plan_processes", 1, "Processes that share the planned devices.", lower_bound=1
 )
-_PLAN_MEMORY = flags.DEFINE_float("plan_memory_gib", 0.0, "GiB per device; 0: this host's.")
+_PLAN_MEMORY = flags.DEFINE_float(
+    "plan_memory_gib", 0.0, "GiB per device; 0: this host's.", lower_bound=0.0
+)
 _PLAN_PLATFORM = flags.DEFINE_enum(
     "plan_platform", None, ["cpu", "gpu", "tpu"], "Device kind; default: gpu if memory is given."
 )

@@ -11,7 +11,7 @@ from jaxrl.builders.capacity import GIB
 from jaxrl.builders.resolved import ResolvedConfig
 from jaxrl.extras.plan import advice, display, memory
 from jaxrl.logs.console import make_console
-from jaxrl.models.registry import read_architecture, suggest_model
+from jaxrl.models.registry import read_architecture
 from jaxrl.utils.text import escape_control_chars
 
 
@@ -44,11 +44,6 @@ def show_plan(
         FileNotFoundError: The model or the corpus is missing.
         ValueError: A config key or a flag is invalid.
     """
-    if num_devices < 0 or memory_gib < 0:
-        raise ValueError(
-            f"--plan_devices={num_devices} and --plan_memory_gib={memory_gib}: expected numbers "
-            "above 0, or 0 for this host's."
-        )
     # Build the target from the flags, with this host's values for flags that are not set.
     overrides: dict[str, Any] = {"num_processes": num_processes, "num_passages": num_passages}
     if num_devices:
@@ -68,14 +63,7 @@ def show_plan(
             f"--plan_processes={target.num_processes} does not divide the {target.num_devices} "
             "devices."
         )
-    try:
-        model = read_architecture(config.model.path, config.model.architecture)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"config.model.path is {config.model.path!r}, which has no config.json; a plan needs "
-            "only this file of a model, and configs/models has it for several."
-            f"{suggest_model(config.model.path)}"
-        ) from error
+    model = read_architecture(config.model.path, config.model.architecture)
     # Plan, and search for settings if the plan does not fit.
     notes = advice.choose_micro_rows(config, model, target, must_fit=False)
     plan = memory.make_plan(config, model, target)

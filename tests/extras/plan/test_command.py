@@ -187,9 +187,7 @@ class TestCommand:
         ("flag", "message"),
         [
             ("--config.mesh.fsdp=3", "does not fit the number of devices, 8; "),
-            ("--plan_devices=-8", "--plan_devices=-8"),
             ("--plan_processes=3", "--plan_processes=3 does not divide the 8"),
-            ("--config.model.path=nowhere", "config.model.path is 'nowhere', which has no"),
         ],
     )
     def test_refusals(self, plan, flag, message):
