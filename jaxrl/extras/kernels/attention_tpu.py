@@ -176,16 +176,11 @@ class KernelSpec(NamedTuple):
     queries: pl.BlockSpec  # for queries and outputs
     limits: pl.BlockSpec
     lse: pl.BlockSpec  # for the log-sum-exp
-    pages: pl.BlockSpec  # left in HBM; see `list_copied_pages`
+    pages: pl.BlockSpec  # left in HBM
     scratch: list[Any]
     width: int  # pages per step
     heads_per_matrix: int  # KV heads that share a query matrix
     num_rows: int  # rows of a query matrix
-
-    def list_copied_pages(self, step: int) -> list[int]:
-        """Return the ids of the pages that a step copies."""
-        pages = [self.steps.locate_page(step, index, self.width) for index in range(self.width)]
-        return [int(self.steps.tables[table_index]) for table_index, is_live in pages if is_live]
 
 
 def make_kernel_spec(q: Any, keys: Any, tables: Any, limits: Any) -> KernelSpec:
