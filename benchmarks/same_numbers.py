@@ -28,7 +28,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from benchmarks.same_numbers_own import serve_stub
+from benchmarks.same_numbers_stubs import serve_stub
 
 ROOT = Path(__file__).parents[1]
 VOLATILE_METRICS = (
@@ -172,7 +172,7 @@ CASES = {
     "endpoint": make_quick_case(
         *("stages=('evaluate',)", "model.path={world}/model", "policy.name=openai"),
         *("policy.openai.url={endpoint}", "policy.openai.model=policy", "eval.samples=2"),
-        *("env.search.tools=('python', 'same_numbers_own.shout')", "rollout.max_turns=3"),
+        *("env.search.tools=('python', 'same_numbers_stubs.shout')", "rollout.max_turns=3"),
         *("rollout.max_response_tokens=200", "rollout.max_total_tokens=600", "eval.max_tasks=8"),
         "rollout.max_observation_tokens=72",
         "eval.final_suites=('sampled', 'greedy', 'empty_search')",
