@@ -218,7 +218,7 @@ def _iter_options(
     remats = ("none", "dots", "names", "full") + (() if is_cpu else ("offload",))
     if config.model.remat in remats:
         yield [{"model.remat": remat} for remat in remats[remats.index(config.model.remat) + 1 :]]
-    # A smaller cache, fewer concurrent sequences.
+    # A smaller cache, fewer concurrent sequences, other devices for sampling.
     if flat["rollout.cache_gib"]:
         yield [{"rollout.cache_gib": 0.0}]
     unit = shards * sizes["context"]
@@ -226,6 +226,8 @@ def _iter_options(
         {"rollout.max_num_seqs": num_seqs}
         for num_seqs in _list_halvings(flat["rollout.max_num_seqs"], unit=unit)
     ]
+    if config.rollout.async_level and sizes["expert"] == 1:
+        yield _list_device_splits(config, target, sizes)
     # Context parallelism: equal rows per device, whose tokens are split over several devices.
     yield [
         {"mesh.data": 1, "mesh.fsdp": groups // count, "mesh.context": sizes["context"] * count}
@@ -254,6 +256,40 @@ def _iter_options(
         yield [{"rollout.context.max_tokens": tokens} for tokens in lengths]
     lengths = _list_halvings(config.rollout.max_total_tokens, least=shortest)
     yield [{"rollout.max_total_tokens": tokens} for tokens in lengths]
+
+
+def _list_device_splits(
+    config: ResolvedConfig, target: Target, sizes: Mapping[str, int]
+) -> list[dict[str, Any]]:
+    """Return settings that reserve different numbers of devices for asynchronous sampling.
+
+    The last option is 0 if devices are currently reserved. The `fsdp` axis covers all training
+    devices, with an unchanged number of micro-batch rows per device.
+    """
+    flat, tensor, processes = flatten_config(config), sizes["tensor"], target.num_processes
+    previous, context = sizes["data"] * sizes["fsdp"], sizes["context"]
+    counts = [tensor, *_list_doublings(tensor, target.num_local - 1)]
+    if config.mesh.rollout_devices:
+        counts.append(0)
+    candidates = []
+    for count in counts:
+        if count == config.mesh.rollout_devices:
+            continue
+        shards = (target.num_devices - count * processes) // (tensor * context)
+        sampling = processes * count // tensor or shards * context
+        candidate = {
+            "rollout.async_level": int(count > 0),
+            "mesh.rollout_devices": count,
+            "mesh.data": 1,
+            "mesh.fsdp": shards,
+            "mesh.tensor": tensor,
+            "rollout.max_num_seqs": -(-flat["rollout.max_num_seqs"] // sampling) * sampling,
+        }
+        for stage, key in MICRO_ROWS.items():
+            if stage in config.stages:
+                candidate[key] = flat[key] // previous * shards
+        candidates.append(candidate)
+    return candidates
 
 
 def _list_halvings(value: int, *, least: int = 1, unit: int = 1) -> list[int]:

@@ -97,13 +97,23 @@ def tried_values(config, key, target=NODE):
 class TestOtherOptions:
     """The search also tries bfloat16 moments and synchronous sampling."""
 
-    def test_a_run_ahead_may_wait(self):
-        config = large_run(**AHEAD)
+    def test_a_run_ahead_may_wait_or_sample_on_devices_of_its_own(self):
+        config = large_run(**AHEAD, **{"rollout.max_num_seqs": 72})
         alone = memory.make_plan(config.with_values({"rollout.async_level": 0}), QWEN_7B, NODE)
         assert memory.make_plan(config, QWEN_7B, NODE).peak_bytes > alone.peak_bytes
         # A node whose devices may be filled just so far.
         memory_bytes = round(alone.peak_bytes / memory.USABLE_SHARE) + 2
         settings = suggest(config, QWEN_7B, replace(NODE, memory_bytes=memory_bytes))
         assert settings[0] == {"rollout.async_level": 0}
+        [devices] = [option for option in settings if option.get("mesh.rollout_devices")]
+        assert devices == {
+            "rollout.async_level": 1,
+            "mesh.rollout_devices": 1,
+            "mesh.data": 1,
+            "mesh.fsdp": 7,  # which divides the width of 3584
+            "mesh.tensor": 1,
+            "rollout.max_num_seqs": 72,
+            "optimizer.micro_rows": 7,
+        }
         for option in settings:
             validate(config.with_values(option).config, needs_data=False)
