@@ -1,4 +1,4 @@
-r"""Compile published models for absent devices; compare with the memory plan.
+r"""Compile published models for absent devices; compare with the memory plan and the floors.
 
     python -m benchmarks.published --out=DIR [--cases=search_r1@v6e,dapo@h100] [--parts=decode]
         [--num_layers=2] [--keys rollout.max_num_seqs=768] [--limit_s=900]
@@ -36,34 +36,18 @@ from unittest import mock
 import jax
 from jax.experimental import topologies
 
-from benchmarks import common
+from benchmarks import common, floors
 from benchmarks.common import format_table
 from jaxrl.builders.capacity import GIB, check_row_counts
+from jaxrl.builders.method import compute_batch_shape
 from jaxrl.builders.resolved import ResolvedConfig
 from jaxrl.extras.plan.memory import Target, count_cache_pages, make_target_mesh, plan_rollout
+from jaxrl.models.attention.choice import resolve_kernel_name
+from jaxrl.models.attention.kernels import SHARES_PROMPTS
+from jaxrl.runtime.sharding import count_batch_shards, count_piece_shards
+from jaxrl.sampling.buckets import list_prefill_buckets
+from jaxrl.training.method import has_kl_loss, needs_old_logprobs
 from tests import compiled_memory as memory
-
-
-@dataclass(frozen=True, kw_only=True)
-class Device:
-    """A device type and its hosts.
-
-    Attributes:
-        platform: Platform name in JAX.
-        num_local: Number of devices per host.
-        memory_gib: Memory that a program may use, in GiB.
-    """
-
-    platform: str
-    num_local: int
-    memory_gib: float
-
-
-DEVICES = {
-    "v6e": Device(platform="tpu", num_local=4, memory_gib=31.25),  # of 32 GiB
-    "h100": Device(platform="gpu", num_local=8, memory_gib=79.1),
-}
-"""Devices by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +57,7 @@ class Case:
     Attributes:
         config: Module in `configs`.
         model: Folder in `configs/models`.
-        device: Key of `DEVICES`.
+        device: Key of `floors.DEVICES`.
         slice: Topology of a TPU slice, such as `4x4`; for GPUs, the number of hosts.
         keys: Config keys to override, with their values.
         label: Name before the device, if it is not that of the configuration.
@@ -94,7 +78,7 @@ class Case:
     @property
     def target(self) -> Target:
         """Return the devices in the form that the plan expects."""
-        device = DEVICES[self.device]
+        device = floors.DEVICES[self.device]
         sizes = [int(size) for size in self.slice.split("x")]
         num_devices = sizes[0] * (sizes[1] if len(sizes) > 1 else device.num_local)
         return Target(
@@ -284,20 +268,101 @@ def run_part(flags: argparse.Namespace, name: str, part: str) -> dict[str, Any]:
     return result
 
 
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """Programs of a training step, with every trajectory at its maximum length.
+
+    Attributes:
+        calls: Number of calls per step, by program.
+        stages: Stages of a call, by program.
+        tokens: Number of tokens in all trajectories, including prompts.
+        num_devices: Number of devices that share the tokens.
+    """
+
+    calls: dict[str, float]
+    stages: dict[str, floors.Stages]
+    tokens: int
+    num_devices: int
+
+    @classmethod
+    def build(cls, case: Case, config: ResolvedConfig, model: Any) -> Step:
+        """Compute the number of calls per step and the stages of each call."""
+        # Meshes of the trainer and of the sampler of one process.
+        target, rollout = case.target, config.rollout
+        mesh = make_target_mesh(config, model, target)
+        own = {**mesh.shape}
+        if target.num_processes > 1:  # each process samples on its local devices
+            rest = target.num_local // own["expert"] // own["tensor"]
+            own |= {"data": rest, "fsdp": 1, "context": 1}
+        device = floors.DEVICES[case.device]
+        train = floors.Part(model=model, mesh=dict(mesh.shape), device=device)
+        sample = floors.Part(model=model, mesh=own, device=device)
+        named, dtype = config.model.attention, config.model.dtype
+        kernels, _ = resolve_kernel_name(named, target.platform, model.head_dim, dtype)
+        # Sizes of one call: a micro-batch, a chunk of decoding, a prefill.
+        shards = count_batch_shards(mesh) if SHARES_PROMPTS[kernels] else 0
+        shape = compute_batch_shape(config, "train", shards, own["context"], model)
+        length, chunk = rollout.max_total_tokens, rollout.chunk_tokens
+        tokens = shape.micro_rows * shape.row_tokens / count_piece_shards(mesh)
+        sampling = target.num_devices // own["tensor"]
+        rows = rollout.max_num_seqs // sampling
+        read = list_prefill_buckets(target.platform, length)[-1]
+        decoding = floors.repeat_stages(sample.decode_step(rows, length / 2), chunk)
+        recomputes_layers = config.model.remat in ("full", "offload")
+        # Numbers of calls.
+        trajectories = rollout.tasks_per_step * rollout.group_size
+        prompts = rollout.tasks_per_step * rollout.max_prompt_tokens
+        num_observation_tokens = length - rollout.max_prompt_tokens - rollout.max_response_tokens
+        updates = config.optimizer.num_minibatches * shape.num_micro
+        passes = needs_old_logprobs(config.optimizer, config.filter, config.loss) + (
+            has_kl_loss(config.kl) and config.kl.anchor == "ref"
+        )
+        return cls(
+            calls={
+                "update": updates,
+                "optimizer": config.optimizer.num_minibatches,
+                "score": passes * updates,
+                "decode": trajectories / rollout.max_num_seqs * rollout.max_response_tokens / chunk,
+                "reading": (prompts + trajectories * max(num_observation_tokens, 0))
+                / (read * sampling),
+                "weights": 1,
+            },
+            stages={
+                "update": train.update(tokens, length, recomputes_layers=recomputes_layers),
+                "optimizer": train.optimizer(),
+                "score": train.scoring(tokens, length),
+                "decode": decoding,
+                "reading": sample.prefill(read, length),
+                "weights": train.weight_transfer(),
+            },
+            tokens=trajectories * length,
+            num_devices=target.num_devices,
+        )
+
+    def floor(self, name: str, device: floors.Device) -> tuple[float, str]:
+        """Return the minimum seconds of a call, and the resource that dominates."""
+        return floors.compute_floor_s(self.stages[name], device)
+
+
+PROGRAMS = ("update", "optimizer", "score", "weights", "reading", "decode")
+"""Programs of a step; `weights` copies the weights to the sampler."""
+
+
 def _format_gib(size: float | None) -> str:
     return "" if size is None else f"{size / GIB:.2f}"
 
 
 HEADS = (
     "case", "mesh", "program", "compiled in s", "arguments", "temporaries", "beside", "compiler",
-    "plan", "",
+    "plan", "", "at least, ms", "waits for",
 )  # fmt: skip
 
 
 def format_row(
-    case: Case, mesh: str, name: str, item: Mapping[str, Any], planned: int | None
+    case: Case, mesh: str, name: str, item: Mapping[str, Any], planned: int | None, step: Step
 ) -> list[str]:
-    """Format the row of a program: in GiB per device."""
+    """Format the row of a program: GiB per device, and the floor of a call."""
+    seconds, waits = step.floor(name, floors.DEVICES[case.device])
     total = item.get("total")
     whole = None if total is None else total + item["beside"]
     deviation = "" if planned is None or whole is None else f"{planned / whole - 1:+.0%}"
@@ -310,36 +375,50 @@ def format_row(
         case.name, mesh, name, f"{item['compile_s']:.0f}", _format_gib(item.get("arguments")),
         _format_gib(total - item["arguments"] if "arguments" in item else None),
         _format_gib(item["beside"]),
-        compiler, _format_gib(planned), deviation,
+        compiler, _format_gib(planned), deviation, f"{1e3 * seconds:,.1f}", waits,
     ]  # fmt: skip
 
 
 def format_report(results: Mapping[str, Any]) -> str:
-    """Format the results as a Markdown table with a row per program."""
-    rows = []
-    for item in results.values():
-        case = get_case(item["case"], item["keys"])
-        config, model = case.build_model(item["num_layers"])
+    """Format the results as two Markdown tables, of programs and of steps."""
+    rows, steps = [], []
+    for name in dict.fromkeys(item["case"] for item in results.values()):
+        own = [item for item in results.values() if item["case"] == name]
+        case = get_case(name, own[0]["keys"])
+        config, model = case.build_model(own[0]["num_layers"])
+        step, device = Step.build(case, config, model), floors.DEVICES[case.device]
+        # Memory in use while the sampler runs, except for its weights and cache.
         mesh = "x".join(map(str, make_target_mesh(config, model, case.target).shape.values()))
-        beside = 0
-        if item["part"] in ("decode", "reading"):
+        parts = plan_rollout(config, model, case.target).persistent
+        sampler = ("decode weights", "KV cache", "states of recurrent layers")
+        other_bytes = sum(size for term, size in parts.items() if term not in sampler)
+        for item in own:
+            part = item["part"]
             # The train state is in memory while the sampler runs, so its figures include it.
-            terms = plan_rollout(config, model, case.target).persistent
-            sampler = ("decode weights", "KV cache", "states of recurrent layers")
-            beside = sum(size for term, size in terms.items() if term not in sampler)
-        planned = memory.planned_bytes(config, model, case.target, item["part"]) + beside
-        for program, sizes in item["programs"].items():
-            sizes = sizes | {"beside": sizes["beside"] + beside}
-            rows.append(
-                format_row(case, mesh, program, sizes, planned if program == item["part"] else None)
-            )
-        if not item["programs"]:
-            last = item["said_last"].strip().splitlines() or [""]
-            rows.append(
-                [case.name, mesh, item["part"], item["ending"], "", "", "", last[-1][:200],
-                 _format_gib(planned), ""]
-            )  # fmt: skip
-    return f"{format_table(HEADS, rows)}\n"
+            beside = other_bytes if part in ("decode", "reading") else 0
+            planned = memory.planned_bytes(config, model, case.target, part) + beside
+            for program, sizes in item["programs"].items():
+                sizes = sizes | {"beside": sizes["beside"] + beside}
+                rows.append(
+                    format_row(
+                        case, mesh, program, sizes, planned if program == part else None, step
+                    )
+                )
+            if not item["programs"]:
+                last = item["said_last"].strip().splitlines() or [""]
+                floor_s, waits = step.floor(part, device)
+                rows.append(
+                    [name, mesh, part, item["ending"], "", "", "", last[-1][:200],
+                     _format_gib(planned), "", f"{1e3 * floor_s:,.1f}", waits]
+                )  # fmt: skip
+        seconds = {part: step.calls[part] * step.floor(part, device)[0] for part in PROGRAMS}
+        whole = sum(seconds.values())
+        steps.append(
+            [name, *(f"{seconds[part]:,.1f}" for part in PROGRAMS), f"{whole:,.1f}",
+             f"{step.tokens / whole / step.num_devices:,.0f}"]
+        )  # fmt: skip
+    heads = ["case", *PROGRAMS, "step, s", "tokens a second and device"]
+    return f"{format_table(HEADS, rows)}\n\n{format_table(heads, steps)}\n"
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
