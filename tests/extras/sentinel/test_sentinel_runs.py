@@ -238,7 +238,7 @@ def test_the_best_is_a_checkpoint_that_is_left(values, value, step):
 def test_too_many_returns_end_the_run_and_save_it(tiny_world, warm_model, tmp_path):
     settings = (("step", 3), ("since", 2), ("always", True))
     config = watching(tiny_world, warm_model, "roll_back", settings, **{"watch.max_roll_backs": 2})
-    with pytest.raises(CollapseError, match=r"rolled back 2 times.*max_roll_backs"):
+    with pytest.raises(CollapseError, match=r"rolled back 2 of 2 times.*max_roll_backs"):
         play(config, tmp_path / "run")
     lines = [json.loads(line) for line in (tmp_path / "run" / "roll_backs.jsonl").open()]
     assert [line["lr_scale"] for line in lines] == [0.5, 0.25]
