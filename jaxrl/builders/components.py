@@ -52,7 +52,6 @@ from jaxrl.logs.eval_summary import TOTAL_REWARD
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.attention.choice import select_kernels
 from jaxrl.models.hf_weights import load_hf, open_hf, save_hf
-from jaxrl.models.layers import HOST_MEMORY
 from jaxrl.models.policy import Model
 from jaxrl.models.registry import read_architecture
 from jaxrl.runtime.checkpoint import find_latest_complete_step
@@ -403,11 +402,6 @@ def read_model_and_tokenizer(
                 )
         capacity.check_row_counts(c, mesh, jax.process_count())
         capacity.check_context_length(c, model)
-        check_offload(
-            mesh,
-            moments=c.optimizer.offload or c.sft.optimizer.offload,
-            activations=c.model.remat == "offload",
-        )
     # The tokenizer, then the weight files.
     tokenizer = Tokenizer.from_folder(
         folder,
@@ -456,29 +450,6 @@ def _check_tokenizer(path: str, tokenizer: Tokenizer, model: Architecture) -> No
             f"{path}/generation_config.json: eos_token_id names {invalid_ids}, which are "
             f"not among the tokenizer's {tokenizer.num_tokens} ids."
         )
-
-
-def check_offload(mesh: Mesh, *, moments: bool, activations: bool) -> None:
-    """Check that the devices can offload optimizer moments or activations to host memory.
-
-    Raises:
-        ValueError: The devices do not support it. The message names the key that enables
-            offloading.
-    """
-    device = mesh.devices.flat[0]
-    kinds = [memory.kind for memory in device.addressable_memories()]
-    if HOST_MEMORY in kinds or not (moments or activations):
-        return
-    key, remedy = "model.remat is 'offload'", "set it to 'full'"
-    if moments:
-        key, remedy = (
-            "optimizer.offload is True",
-            "set it and config.sft.optimizer.offload to False",
-        )
-    raise ValueError(
-        f"config.{key}, but a {device.platform} has only the memories {', '.join(kinds)}, none of "
-        f"them {HOST_MEMORY}; {remedy}."
-    )
 
 
 def build_model(c: ResolvedConfig, mesh: Mesh, policy: Architecture, tokenizer: Tokenizer) -> Model:
