@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from importlib.metadata import entry_points
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -17,8 +15,6 @@ from ml_collections import ConfigDict
 from jaxrl.config.keys import reject_value
 from jaxrl.config.schema import KEYS
 from jaxrl.utils.callables import format_failure, is_dotted_path, is_user_code
-
-EXTRAS = Path(__file__).parents[1] / "extras"
 
 
 def resolve(key: str, name: str, table: Mapping[str, Any], *, example: str) -> Any:
@@ -48,41 +44,21 @@ def resolve(key: str, name: str, table: Mapping[str, Any], *, example: str) -> A
         )
     if not isinstance(entry, str):
         return entry
-    package, _, path = entry.partition(".extras.")
-    folder = re.split("[.:]", path)[0]
-    # Git may delete a folder's files but leave its `__pycache__`.
-    if package == "jaxrl" and not (EXTRAS / folder / "__init__.py").exists():
-        raise _make_missing_extra_error(key, name, folder)
-    try:
-        return _import_object(entry)
-    except (Exception, SystemExit) as error:  # importing the module runs user code
-        if package == "jaxrl" and isinstance(error, ModuleNotFoundError):
-            *parents, folder = str(error.name).split(".")[:3]
-            if parents == ["jaxrl", "extras"]:  # an extra that needs another
-                raise _make_missing_extra_error(key, name, folder) from error
-        hint = ""
-        if isinstance(error, ModuleNotFoundError):
-            hint = "; put its file next to the config file, or add its folder to PYTHONPATH"
-        raise ValueError(f"config.{key} is {entry!r}: {format_failure(error)}{hint}.") from error
-
-
-def _make_missing_extra_error(key: str, name: str, folder: str) -> ValueError:
-    return ValueError(
-        f"config.{key} is {name!r}, which needs the missing folder jaxrl/extras/{folder}; "
-        "restore the folder or choose another name."
-    )
-
-
-def _import_object(path: str) -> Any:
-    """Import the object at a dotted path.
-
-    If that fails, try again with a colon before the last name, because `pkgutil` then reports why a
-    module failed to import.
-    """
+    # With a colon before the object's name, `pkgutil` reports why a module failed to import.
+    path = entry if ":" in entry else ":".join(entry.rsplit(".", 1))
     try:
         return pkgutil.resolve_name(path)
-    except AttributeError:
-        return pkgutil.resolve_name(path if ":" in path else ":".join(path.rsplit(".", 1)))
+    except (Exception, SystemExit) as error:  # importing the module runs user code
+        missing = str(error.name) if isinstance(error, ModuleNotFoundError) else ""
+        if missing.startswith("jaxrl.extras."):
+            raise ValueError(
+                f"config.{key} is {name!r}, which needs the missing folder "
+                f"jaxrl/extras/{missing.split('.')[2]}; restore the folder or choose another name."
+            ) from error
+        hint = ""
+        if missing:
+            hint = "; put its file next to the config file, or add its folder to PYTHONPATH"
+        raise ValueError(f"config.{key} is {entry!r}: {format_failure(error)}{hint}.") from error
 
 
 def instantiate(
