@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib.util
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -125,22 +124,9 @@ def load_values(config: ConfigDict, path: str, *, skip_missing: bool = False) ->
     config.update_from_flattened_dict(flat)
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """PyYAML safe loader that rejects duplicate keys."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Construct a mapping. Raise a ValueError if a key occurs twice."""
-        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        repeated = [name for name, count in Counter(names).items() if count > 1]
-        if repeated:
-            line = node.start_mark.line + 1
-            raise ValueError(f"{repeated[0]!r:.80} is set twice in the mapping of line {line}")
-        return dict(super().construct_mapping(node, deep=deep))
-
-
 def _read_yaml(file: Path) -> Any:
     try:
-        return yaml.load(file.read_text(encoding="utf-8"), _UniqueKeyLoader)
+        return yaml.safe_load(file.read_text(encoding="utf-8"))
     # PyYAML's constructors raise many exception types, such as a KeyError for `!!bool zz`.
     except Exception as error:
         text = " ".join(str(error).split())[:500]

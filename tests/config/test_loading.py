@@ -69,8 +69,6 @@ def test_a_mapping_of_free_names_is_one_value(config, tmp_path):
         ("lr: 1.0", "no key config.lr; did you mean optimizer.lr or sft.optimizer.lr?"),
         ("- 1", "contains a list; expected keys and values"),
         ('seed: !!float ""', "is not valid YAML or JSON: string index out of range"),
-        ("seed: 1\nnum_steps: 2\nseed: 3", "'seed' is set twice"),
-        ('{"env": {"settings": {"a": [{"b": 1, "b": 2}]}}}', "'b' is set twice"),
         ("rollout: {max_turns: 1}\nrollout.max_turns: 2", "rollout.max_turns is set twice"),
         ("seed: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
         ("seed: '\x1b[2J'", "special characters are not allowed"),
@@ -105,19 +103,6 @@ def test_json_round_trip(config, tmp_path):
     assert other == config
     assert read_flat_config(file) == flatten_config(config)
     assert serialize_config(other) == serialize_config(config)
-
-
-def test_aliases_and_merges_are_read(config, tmp_path):
-    file = tmp_path / "my.yaml"
-    file.write_text(
-        "optimizer: &o {lr: 1e-6, beta1: 0.5}\nsft: {optimizer: {<<: *o, lr: 1e-5}}\n"
-        "env: {settings: {a: &n {b: [1]}, c: {<<: *n, d: 2}, e: {<<: [*n], b: 3}}}\n"
-    )
-    load_values(config, str(file))
-    assert (config.optimizer.lr, config.sft.optimizer.lr) == (1e-6, 1e-5)
-    assert config.sft.optimizer.beta1 == 0.5
-    settings = {"a": {"b": [1]}, "c": {"b": [1], "d": 2}, "e": {"b": 3}}
-    assert config.env.settings == settings
 
 
 @without_keys_of("lora")
