@@ -477,10 +477,6 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
     # Log to the current sys.stderr, which redacts secrets and prints above the live display.
     flags.FLAGS.set_default("logtostderr", True)
     settings = [argument for argument in argv if _SETTING.match(argument)]
-    for argument in argv:
-        key = argument.partition("=")[0].lstrip("-")
-        if argument.startswith("-") and key in configuration.KEYS:
-            settings.append(argument)  # `parse_overrides` rejects keys without the --config prefix
     try:
         others = flags.FLAGS([argument for argument in argv if argument not in settings])
     except flags.Error as error:

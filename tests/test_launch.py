@@ -126,7 +126,6 @@ def test_a_missing_flag_is_named(monkeypatch, argument, missing):
         (["--step=3"], "--step=3 evaluates and exports a checkpoint of the run's own model"),
         (["--step=3", "--config.stages=('evaluate',)"], "has no such checkpoint; available: none."),
         (["--wrkdir=x"], "Unknown command line flag 'wrkdir'. Did you mean"),
-        (["--seed=3"], "unexpected argument --seed=3; set this key as --config.seed=value."),
         (["--config=configs/nope.py:argument"], "--config=configs/nope.py is not a file; expect"),
         # Values.
         (["--values=my.yaml"], "--values='my.yaml' is not a file"),

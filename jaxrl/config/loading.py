@@ -72,10 +72,7 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
         name, equals, text = argument.partition("=")
         prefix, _, key = name.partition("config.")
         if not key or prefix.strip("-") not in ("", "no") or not prefix.startswith("-"):
-            hint = "settings are --config.key=value"
-            if name.lstrip("-") in KEYS:
-                hint = f"set this key as --config.{name.lstrip('-')}=value"
-            raise ValueError(f"unexpected argument {argument}; {hint}.")
+            raise ValueError(f"unexpected argument {argument}; expected --config.key=value.")
         check_keys([key])
         default = KEYS[key].default
         value: Any = coerce_to_default_type(text, default)

@@ -146,7 +146,7 @@ def test_arguments_are_parsed_by_the_type_of_their_key():
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("seed=1", "unexpected argument seed=1; set this key as --config.seed=value."),
+        ("seed=1", "unexpected argument seed=1; expected --config.key=value."),
         ("--config.seed=many", "config.seed is 'many'; expected a value of type int"),
         ("--config.rollout.deterministic=maybe", "expected True, False or None"),
         ("--config.stages=train", "expected a Python tuple"),
