@@ -90,17 +90,7 @@ def add_environment_to_errors(name: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, FileNotFoundError) as error:
-        if not name or len(error.args) != 1:
+        section = f"config.environments.{name}"
+        if not name or section in str(error) or len(error.args) != 1:
             raise
-        raise type(error)(_qualify_keys(str(error), name)) from error
-
-
-def _qualify_keys(text: str, name: str) -> str:
-    """Replace the config keys in a message with full keys, such as `environments.<name>.<key>`."""
-
-    def qualify_key(match: re.Match[str]) -> str:
-        section = f"config.environments.{name}." if is_environment_key(match[1]) else "config."
-        return section + match[1]
-
-    renamed = re.sub(r"\bconfig\.(?!environments\b)([a-z_0-9.]*[a-z_0-9])", qualify_key, text)
-    return renamed if "config." in renamed else f"config.environments.{name}: {text}"
+        raise type(error)(f"{section}: {error}") from error

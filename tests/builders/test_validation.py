@@ -375,10 +375,9 @@ MATH_KEYS = "environments.math"
     [
         # Each environment is a configuration of its own.
         (f"{MATH_KEYS}.tasks.train.source", {}, {"tasks.train.source": ""}),
-        (f"{MATH_KEYS}.reward.correct", {}, {"reward.correct": "f1"}),
-        (f"{MATH_KEYS}.rollout.max_calls", {"rollout.max_calls": 3}, {}),
-        (f"{MATH_KEYS}.sft.source", {}, {"sft.source": ""}),
-        ("optimizer.num_minibatches", {"optimizer.num_minibatches": 3}, {}),
+        (f"{MATH_KEYS}: config.reward.correct", {}, {"reward.correct": "f1"}),
+        (f"{MATH_KEYS}: config.rollout.max_calls", {"rollout.max_calls": 3}, {}),
+        (f"{MATH_KEYS}: config.sft.source", {}, {"sft.source": ""}),
         # What several environments cannot share.
         (f"{MATH_KEYS}.env.name", {}, {"env.name": "agents"}),
         ("sft.source", {"sft.source": "all.jsonl"}, {}),
