@@ -328,7 +328,6 @@ def prepare_run(
             a file is invalid. The message says how to fix it.
         OutageError: The search engine's server does not respond.
     """
-    from jaxrl.builders import validation
     from jaxrl.builders.components import build, build_run_settings
     from jaxrl.builders.fingerprints import check_processes_agree, compute_fingerprints
     from jaxrl.builders.hub import download_files
@@ -353,7 +352,7 @@ def prepare_run(
     changes = _check_workdir(
         config.recorded_config, workdir, record, contents, accept_changes=accept_changes
     )
-    notes = validation.list_warnings(config)
+    notes: list[str] = []
     if record is not None:
         # With --step the run itself stays unchanged.
         prefix = f"changed after step {record.step}" if step is None else "differs from the run"

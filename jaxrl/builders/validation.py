@@ -104,16 +104,6 @@ def _raise_first_finding(c: ResolvedConfig, *findings: Iterable[Finding]) -> Non
         reject_value(key, _read_key(c, key), expected)
 
 
-def list_warnings(c: ResolvedConfig) -> list[str]:
-    """Return a warning for each unusual setting, with its value and the recommended value."""
-    warnings = [
-        f"warning: config.{key} is {_read_key(environment, key)!r}; the usual value is {usual}"
-        for environment in c.environments.values()
-        for key, usual in _find_unusual_settings(environment)
-    ]
-    return [*dict.fromkeys(warnings)]
-
-
 def _read_key(c: ResolvedConfig, key: str) -> Any:
     value = attrgetter(key)(c.config)
     return value.to_dict() if isinstance(value, ConfigDict) else value
@@ -540,21 +530,3 @@ def _find_missing_values(c: ResolvedConfig, *, needs_data: bool) -> Iterator[Fin
         is_read = section in sections and (needs_data or last != "corpus")
         if key.required and is_read and not _read_key(c, name):
             yield name, key.required
-
-
-def _find_unusual_settings(c: ResolvedConfig) -> Iterator[Finding]:
-    """Yield a finding for each unusual setting: its key and the recommended value."""
-    for extra in EXTRA_KEYS.values():
-        yield from ((rule.key, rule.expected) for rule in extra.warnings if rule.is_violated(c))
-    is_training = "train" in c.stages
-    for key in ("clip_low", "clip_high"):
-        if is_training and c.loss.name == "clip" and not 0.1 <= c.loss[key] <= 0.3:
-            yield f"loss.{key}", "0.1 to 0.3 with loss.name='clip'"
-    for stage, section in (("train", "optimizer"), ("sft", "sft.optimizer")):
-        num_updates = c.count_updates(stage) if stage in c.stages else 0
-        if 0 < num_updates < c[section].warmup_steps:
-            yield f"{section}.warmup_steps", f"at most {num_updates}, the updates of this run"
-    if is_training and c.filter.unfinished_tasks > c.rollout.tasks_per_step:
-        yield "filter.unfinished_tasks", "at most rollout.tasks_per_step, to train on new samples"
-    if c.rollout.max_response_tokens > c.rollout.max_total_tokens:
-        yield "rollout.max_response_tokens", "at most rollout.max_total_tokens"

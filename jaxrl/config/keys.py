@@ -148,7 +148,7 @@ def reject_value(key: str, value: Any, expected: str) -> None:
 
 @dataclass(frozen=True)
 class Rule:
-    """Cross-key validation rule. A violation is an error or a warning."""
+    """Cross-key validation rule."""
 
     key: str  # key to change
     is_violated: Callable[[ConfigDict], bool]
@@ -157,11 +157,10 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class ExtraKeys:
-    """Keys of an extra, with cross-key rules and warnings about unusual settings."""
+    """Keys of an extra, with cross-key rules."""
 
     keys: Mapping[str, Key] = field(default_factory=dict)
     rules: tuple[Rule, ...] = ()
-    warnings: tuple[Rule, ...] = ()
 
     def get_section_keys(self, prefix: str) -> dict[str, Key]:
         """Return all keys in a section; `prefix` may also be a single key."""
@@ -169,15 +168,11 @@ class ExtraKeys:
 
 
 def load_extra_keys(folder: str) -> ExtraKeys:
-    """Load `KEYS`, `RULES` and `WARNINGS` from an extra's `keys.py`; all are empty without it."""
+    """Load `KEYS` and `RULES` from an extra's `keys.py`; both are empty without it."""
     module = import_optional(f"jaxrl.extras.{folder}.keys:")
     if module is None:
         return ExtraKeys()
-    return ExtraKeys(
-        keys=module.KEYS,
-        rules=getattr(module, "RULES", ()),
-        warnings=getattr(module, "WARNINGS", ()),
-    )
+    return ExtraKeys(keys=module.KEYS, rules=getattr(module, "RULES", ()))
 
 
 def import_optional(name: str) -> Any:

@@ -20,8 +20,6 @@ from configs import (
     search_r1_small,
     search_r1_stable,
 )
-from jaxrl.builders import validation as rules
-from jaxrl.builders.resolved import resolve_names
 from jaxrl.builders.validation import validate
 from jaxrl.config.schema import default_config, flatten_config
 from tests import helpers
@@ -312,35 +310,6 @@ def test_hyperparameters_are_those_of_the_publication(module):
     assert differing == DIFFERING[module]
 
 
-UPDATES = {"optimizer.num_minibatches": 2, "optimizer.num_epochs": 2}
-
-
-@pytest.mark.parametrize(
-    ("changes", "warned"),
-    [
-        ({"loss.clip_low": 0.4, "loss.clip_high": 0.31},
-         ["loss.clip_low is 0.4", "loss.clip_high is 0.31"]),
-        # Other losses have ranges of their own.
-        ({"loss.name": "cispo", "loss.clip_low": 1.0, "loss.clip_high": 4.0}, []),
-        # 100 steps of two updates, twice.
-        ({**UPDATES, "optimizer.warmup_steps": 400}, []),
-        ({**UPDATES, "optimizer.warmup_steps": 401},
-         ["optimizer.warmup_steps is 401"]),
-        ({"stages": ("sft",), "sft.source": "x", "sft.optimizer.warmup_steps": 101},
-         ["sft.optimizer.warmup_steps is 101"]),
-        ({**CORRECTED, "filter.unfinished_tasks": 16}, []),
-        ({**CORRECTED, "filter.unfinished_tasks": 17},
-         ["filter.unfinished_tasks is 17"]),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_unusual_settings_are_warned_of(changes, warned):
-    lines = rules.list_warnings(resolve_names(settings(**changes)))
-    assert [line.partition("; the usual value is ")[0] for line in lines] == [
-        f"warning: config.{start}" for start in warned
-    ]
-
-
 def test_reward_parts_of_no_environment_are_known_by_name(monkeypatch):
     config = helpers.settings(**{"model.path": "a", "reward.correct": "math_verify"})
     config.reward.weights = {"exact_match": 1.0}
@@ -410,4 +379,3 @@ def test_the_example_of_environments_is_valid():
     assert (search.weight, math.weight) == (0.7, 0.3)
     assert (search.reward_weights, math.reward_weights) == ({"exact_match": 1.0}, {"math": 1.0})
     assert (search.is_multi_turn, math.is_multi_turn, c.is_multi_turn) == (True, False, True)
-    assert rules.list_warnings(c) == []

@@ -35,17 +35,3 @@ RULES = (
     ),
 )
 """Invalid combinations of keys."""
-
-WARNINGS = (
-    Rule(
-        "loss.dppo.anchor",
-        lambda c: (
-            "train" in c.stages
-            and c.loss.name == "dppo"
-            and c.loss.dppo.anchor == "old"
-            and c.optimizer.num_minibatches * c.optimizer.num_epochs == 1
-        ),
-        "'rollout' with one update a batch: before the first one no token has moved",
-    ),
-)
-"""Combinations of keys that cause a warning."""
