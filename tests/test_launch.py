@@ -198,11 +198,6 @@ class TestModelFolder:
         message = refusal(*(f"--config.model.lora.{key}={value}" for key, value in lora.items()))
         assert message.endswith("The adapter was trained for 'qwen3_untied'.")
 
-    def test_an_end_token_outside_the_tokenizer(self, refusal, model):
-        (model / "generation_config.json").write_text('{"eos_token_id": [1, 99999]}')
-        message = refusal(f"--config.model.path={model}")
-        assert "eos_token_id names [99999], which are not among" in message
-
     def test_a_chat_template_without_system_messages(self, refusal, model):
         file = model / "tokenizer_config.json"
         fields = json.loads(file.read_text())

@@ -410,7 +410,11 @@ def read_model_and_tokenizer(
         now=now,
     )
     if is_local:
-        _check_tokenizer(folder, tokenizer, model)
+        if tokenizer.num_tokens > model.vocab_size:
+            raise ValueError(
+                f"the tokenizer in {folder!r} has {tokenizer.num_tokens} ids, but the model has "
+                f"{model.vocab_size} (vocab_size in config.json); use the model's own tokenizer."
+            )
         open_hf(folder, c.model.architecture, log)
     return model, tokenizer
 
@@ -435,21 +439,6 @@ def collect_template_notes(tokenizer: Tokenizer) -> list[str]:
             "prompts. To add a system message, set config.prompt.system or put it into the chats"
         )
     return notes
-
-
-def _check_tokenizer(path: str, tokenizer: Tokenizer, model: Architecture) -> None:
-    """Raise a ValueError if a tokenizer has more ids than the model, or unknown EOS ids."""
-    if tokenizer.num_tokens > model.vocab_size:
-        raise ValueError(
-            f"the tokenizer in {path!r} has {tokenizer.num_tokens} ids, but the model has "
-            f"{model.vocab_size} (vocab_size in config.json); use the model's own tokenizer."
-        )
-    invalid_ids = [token for token in tokenizer.eos_ids if not 0 <= token < tokenizer.num_tokens]
-    if invalid_ids:
-        raise ValueError(
-            f"{path}/generation_config.json: eos_token_id names {invalid_ids}, which are "
-            f"not among the tokenizer's {tokenizer.num_tokens} ids."
-        )
 
 
 def build_model(c: ResolvedConfig, mesh: Mesh, policy: Architecture, tokenizer: Tokenizer) -> Model:
