@@ -45,7 +45,6 @@ from jaxrl.data.stream import Mixture, Source, Stream
 from jaxrl.data.tasks import Tasks, check_data_sources, describe_overlap, open_tasks, split_holdout
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import Env, Task
-from jaxrl.envs.images import UnreadableImageError
 from jaxrl.envs.rewards.combiner import EnvironmentRewards
 from jaxrl.envs.search.base import EmptySearch
 from jaxrl.logs.eval_summary import TOTAL_REWARD
@@ -767,11 +766,13 @@ def filter_overlong_prompts(
             would be dropped.
     """
     limit = c.rollout.max_prompt_tokens
-    try:
-        flags = (_prompt_fits(tasks, index, task, rollout) for index, task in enumerate(tasks))
-        fits = np.fromiter(flags, bool, len(tasks))
-    except UnreadableImageError as error:
-        raise ValueError(f"{key}: {error}.") from error
+    fits = np.zeros(len(tasks), bool)
+    for index, task in enumerate(tasks):
+        try:
+            fits[index] = rollout.prompt_fits(task)
+        except ValueError as error:
+            location = tasks.location(index) if isinstance(tasks, Tasks) else key
+            raise ValueError(f"{location}: {error}") from error
     count = len(tasks) - int(fits.sum())
     if count == 0:
         return tasks, ""
@@ -789,17 +790,6 @@ def filter_overlong_prompts(
     if isinstance(tasks, Tasks):
         return tasks.select(fits), note
     return [task for task, fits_limit in zip(tasks, fits, strict=True) if fits_limit], note
-
-
-def _prompt_fits(tasks: Sequence[Task], index: int, task: Task, rollout: BaseRollout) -> bool:
-    """Return True if a task's prompt is short enough. Errors contain the task's location."""
-    try:
-        return rollout.prompt_fits(task)
-    except UnreadableImageError:
-        raise
-    except ValueError as error:
-        location = tasks.location(index) if isinstance(tasks, Tasks) else f"task {task.id!r}"
-        raise ValueError(f"{location}: {error}") from error
 
 
 def make_trigger_mask(tokenizer: Tokenizer, words: Sequence[str]) -> np.ndarray | None:
