@@ -320,10 +320,6 @@ class Trainer:
             Exception: See `train`.
         """
         config, self._workdir = config.copy_and_resolve_references(), Path(workdir)
-        if self._workdir.resolve() in _open_workdirs:
-            raise ValueError(
-                f"another Trainer of this process has {workdir} open; call its close() first."
-            )
         config.stages = ("train", "evaluate")
         add_code_folders(self._workdir)
         self._config = validation.validate(config)
@@ -348,8 +344,6 @@ class Trainer:
             self._checkpointer = stack.enter_context(contextlib.closing(checkpointer))
             with self._save_on_stop():
                 self._restore_or_start_stage(self._prepared.record_start)
-            _open_workdirs.add(self._workdir.resolve())
-            stack.callback(_open_workdirs.discard, self._workdir.resolve())
             self._resources = stack.pop_all()
         atexit.register(self._warn_if_unsaved)
 
@@ -790,8 +784,6 @@ class Scorer:
         trajectories, shape = flatten_groups(groups), self._learner.stage.shape
         return compute_logprobs(score, self._model.params, trajectories, shape)
 
-
-_open_workdirs: set[Path] = set()
 
 GENERATE_STAGE = 2**30
 """Stage in the sampling seeds of `Trainer.generate`; no stage of a run uses it."""

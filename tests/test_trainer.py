@@ -554,7 +554,7 @@ def test_wrong_calls_are_refused_and_change_nothing(trainer):
         trainer.rollout([])
     with pytest.raises(ValueError, match="'nonsense'; expected some of sampled"):
         trainer.evaluate(("nonsense",))
-    with pytest.raises(ValueError, match="another Trainer of this process"):
+    with pytest.raises(ValueError, match="is in use by process"):
         api.Trainer(trainer._config.config, trainer._workdir)
     with pytest.raises(ValueError, match="takes everything; expected arrays among logprobs"):
         trainer.update(groups, loss=lambda everything: everything)
