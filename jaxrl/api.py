@@ -422,22 +422,14 @@ class Trainer:
         """Validate groups, which the caller may have built or changed.
 
         Raises:
-            ValueError: A group or trajectory is invalid.
+            ValueError: The arrays of a trajectory differ in length, or a token id is unknown.
         """
-        if not isinstance(groups, Sequence) or not all(
-            isinstance(group, Group) and group.trajectories for group in groups
-        ):
-            raise ValueError(
-                f"groups are {groups!r:.80}; expected a list of Group, each with at least one "
-                "trajectory."
-            )
         num_tokens = self.tokenizer.num_tokens
         for trajectory in flatten_groups(groups):
             ids, custom = trajectory.token_ids, trajectory.custom_advantages
             arrays = [trajectory.loss_mask, trajectory.rollout_logprobs]
             arrays += [trajectory.rollout_entropies, trajectory.policy_versions]
             arrays += [] if custom is None else [custom]
-            advantages = [trajectory.advantage, *(trajectory.turn_advantages or ())]
             name = f"a trajectory of task {trajectory.task_id!r}"
             if any(array.shape != ids.shape for array in arrays):
                 shapes = ", ".join(str(list(array.shape)) for array in arrays)
@@ -450,10 +442,6 @@ class Trainer:
                     f"{name} has token ids from {ids.min()} to {ids.max()}; expected ids of this "
                     f"run's tokenizer, 0 to {num_tokens - 1}."
                 )
-            if not all(map(math.isfinite, (x for x in advantages if x is not None))) or not (
-                custom is None or np.isfinite(custom).all()
-            ):
-                raise ValueError(f"{name} has an advantage that is not finite; see set_advantages.")
 
     @property
     def tasks(self) -> Sequence[Task]:
@@ -562,7 +550,6 @@ class Trainer:
             tasks: Tasks of any source. A task may occur several times.
             group_size: Number of trajectories per task; 0 for `rollout.group_size`.
         """
-        _check_tasks(tasks)
         with self._save_on_stop():
             return self._finish_previous_step().rollout(tasks, group_size)
 
@@ -674,8 +661,6 @@ class Trainer:
         Args:
             tasks: Tasks to train on; None for the next tasks of the stream, as in `train`.
         """
-        if tasks is not None:
-            _check_tasks(tasks)
         with self._save_on_stop():
             learner = self._finish_previous_step()
             learner.run_state.check_budget()
@@ -791,11 +776,6 @@ def _add_metric_aliases(metrics: dict[str, Any]) -> dict[str, Any]:
         for name, names in SHORT_NAMES.items()
     }
     return {name: value for name, value in short.items() if value is not None} | metrics
-
-
-def _check_tasks(tasks: Sequence[Task]) -> None:
-    if not isinstance(tasks, Sequence) or not all(isinstance(task, Task) for task in tasks):
-        raise ValueError(f"tasks are {tasks!r:.80}; expected a list of Task.")
 
 
 def _join_job(

@@ -566,8 +566,6 @@ def test_wrong_calls_are_refused_and_change_nothing(trainer):
         trainer.update(api.set_advantages(groups, [1.0] * 4), loss=lambda logprobs: logprobs)
     with pytest.raises(ValueError, match="expected a function"):
         trainer.update(api.set_advantages(groups, [1.0] * 4), loss="weighted_logprobs")
-    with pytest.raises(ValueError, match="expected a list of Task"):
-        trainer.rollout(["who is the mentor of Soren Dumont?"])
     with pytest.raises(ValueError, match="expected a question"):
         trainer.generate(" ")
     with pytest.raises(ValueError, match="temperature=nan"):
@@ -588,7 +586,6 @@ def test_a_checkpoint_that_a_full_disk_ends_does_not_count_as_saved(trainer):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"advantage": float("nan")}, "not finite"),
         ({"custom_advantages": np.ones(3, np.float32)}, r"shapes .*\[3\]"),
         ({"loss_mask": np.ones(3, bool)}, r"shapes \[3\]"),
         ({"token_ids": np.full(3, 10**6)}, "from 1000000 to 1000000"),
@@ -605,9 +602,6 @@ def test_changed_trajectories_are_refused(trainer, changes, message):
     for use in (trainer.update, trainer.accumulate_gradients, trainer.compute_logprobs):
         with pytest.raises(ValueError, match=message):
             use([changed])
-    for wrong in ([Group(trajectories=())], group, list(group.trajectories)):
-        with pytest.raises(ValueError, match="expected a list of Group"):
-            trainer.compute_advantages(wrong)
 
 
 def test_accumulated_environment_errors_make_a_step_without_an_update(trainer):
