@@ -424,13 +424,7 @@ def _resolve_engine_class(config: ConfigDict) -> type[Tool] | None:
     check_settings("search", config.search, name)
     if entry is None:
         return None
-    cls = _check_tool_class(key, name, entry)
-    if cls.name != "search":
-        raise ValueError(
-            f"config.{key} is {name!r}, a tool named {cls.name!r}; expected one named 'search', "
-            "such as a jaxrl.envs.search.base.SearchEngine."
-        )
-    return cls
+    return _check_tool_class(key, name, entry)
 
 
 def _make_tool_factory(config: ConfigDict, name: str) -> ToolFactory:
