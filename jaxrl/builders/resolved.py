@@ -576,7 +576,7 @@ def _resolve_function(
     """Resolve a function and check that its positional parameters are in `arrays`.
 
     Raises:
-        ValueError: The object is a class, a generator or a coroutine, or takes other parameters.
+        ValueError: The object is not a function, or takes other parameters.
     """
     function: Callable[..., Any] = resolve(key, name, table, example="my_module.my_function")
     expected = f"a function of some of {', '.join(arrays)}, with settings after a *"
@@ -584,21 +584,17 @@ def _resolve_function(
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError) as error:
         raise ValueError(f"config.{key} names {name!r}: {error}; expected {expected}.") from error
-    is_plain = not (
-        isinstance(function, type)
-        or inspect.iscoroutinefunction(function)
-        or inspect.isasyncgenfunction(function)
-        or inspect.isgeneratorfunction(function)
-    )
     unknown = [
         p
         for p in parameters
         if p.kind is not p.KEYWORD_ONLY
         and not (p.kind is p.POSITIONAL_OR_KEYWORD and p.name in arrays)
     ]
-    if unknown or not is_plain:
-        problem = f"which takes {str(unknown[0])!r}" if unknown else f"a {type(function).__name__}"
-        raise ValueError(f"config.{key} names {name!r}, {problem}; expected {expected}.")
+    if unknown:
+        takes = str(unknown[0])
+        raise ValueError(
+            f"config.{key} names {name!r}, which takes {takes!r}; expected {expected}."
+        )
     return function
 
 

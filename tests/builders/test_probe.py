@@ -32,7 +32,6 @@ def mean(rewards): return rewards.mean()
 def nothing(rewards): pass
 def raises(rewards): raise RuntimeError("no idea\\nmore lines")
 def ends(rewards): raise SystemExit(3)
-async def later(rewards): return rewards
 
 def bare(logprobs): return logprobs
 def counts(logprobs): return PolicyLoss(jnp.zeros(logprobs.shape, int), {})
@@ -101,7 +100,7 @@ def beside_the_config(tmp_path, monkeypatch):
 
 
 WRONG_NAMES = {
-    "advantage.name": "wrong.branches wrong.mean wrong.nothing wrong.ends wrong.later "
+    "advantage.name": "wrong.branches wrong.mean wrong.nothing wrong.ends "
     "wrong.missing unreadable.f lacking.f ending.f",
     "loss.name": "wrong.bare wrong.counts wrong.loop",
     "loss.term.name": "wrong.bare",
