@@ -163,12 +163,8 @@ def select_environment(config: ConfigDict, name: str) -> ConfigDict:
     if config.environments:
         environments = {key: value for key, (_, value) in split_config(config).items()}
     if name not in environments:
-        raise ValueError(
-            f"--environment={name}: the run has the environments {', '.join(environments)}; name "
-            f"one, such as --environment={next(iter(environments))}."
-            if config.environments
-            else f"--environment={name}: the run has only one environment; leave it out."
-        )
+        names = ", ".join(map(repr, environments))
+        raise ValueError(f"--environment is {name!r}; expected one of {names}.")
     return environments[name]
 
 
