@@ -211,17 +211,9 @@ class Trajectory:
         return "" if self.is_scored else texts[-1] if texts else "no error message"
 
     def require_field(self, name: str) -> Any:
-        """Return a field that must have been computed, such as `divergence`.
-
-        Raises:
-            RuntimeError: The field is None.
-        """
+        """Return a field that the step must have computed earlier, such as `divergence`."""
         value = getattr(self, name)
-        if value is None:
-            raise RuntimeError(
-                f"a trajectory of task {self.task_id!r} has no {name}, which this step reads. This "
-                "is a bug in jaxrl."
-            )
+        assert value is not None, f"a trajectory of task {self.task_id!r} has no {name}"
         return value
 
     @property
