@@ -255,8 +255,7 @@ def _build_and_run(
         ) as error:
             _exit_with_error(error)
         except Exception as error:
-            # Print one line for a full disk, a device out of memory, or a system error about a
-            # file of the workdir.
+            # Print one line for a full disk or a device out of memory.
             from jaxrl.builders.capacity import explain_out_of_memory
             from jaxrl.runtime.checkpoint import find_latest_complete_step
 
@@ -266,8 +265,6 @@ def _build_and_run(
                 _exit_with_error(full, f"{status}; {REMEDIES[full.errno or 0]}", workdir)
             if (message := explain_out_of_memory(config, error)) is not None:
                 _exit_with_error(MemoryError(f"{message}; {status}."))
-            if _has_remedy(error, workdir):
-                _exit_with_error(error)
             raise
 
 
@@ -521,13 +518,6 @@ def _exit_with_error(error: Exception, remedy: str = "", path: Path | None = Non
     if full is not None and full.filename:  # otherwise `error` says more
         error = full
     sys.exit(f"error: {_format_message(error, remedy, path)}")
-
-
-def _has_remedy(error: Exception, folder: Path) -> bool:
-    """Return True if `REMEDIES` has an entry for a system error about a file in `folder`."""
-    if not isinstance(error, OSError) or error.errno not in REMEDIES or not error.filename:
-        return False
-    return Path(os.fsdecode(error.filename)).absolute().is_relative_to(folder.absolute())
 
 
 def _format_message(error: Exception, remedy: str = "", path: Path | None = None) -> str:
