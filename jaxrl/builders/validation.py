@@ -298,15 +298,8 @@ def _find_filter_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
     """Yield conflicts between settings of filters and reward shaping."""
     # Filters.
     rollout, kl, filter, shaping = c.rollout, c.kl, c.filter, c.shaping
-    size, bounds = rollout.group_size, filter.range
-    passes = bounds.low < bounds.high
-    if filter.key == "acc":
-        passes = any(bounds.low < count / size < bounds.high for count in range(size + 1))
-    if filter.name == "range" and not passes:
-        yield (
-            "filter.range.low",
-            "bounds between which the mean of rollout.group_size values can lie",
-        )
+    if filter.name == "range" and filter.range.low >= filter.range.high:
+        yield "filter.range.low", "less than filter.range.high"
     has_kl_reward = kl.coef != 0 and kl.apply_to == "reward" and rollout.async_level == 0
     if filter.key == "seq_final_reward" and not has_kl_reward:
         yield (

@@ -117,17 +117,11 @@ BROKEN = [
     ("kl.coef", {"kl.coef": 1e-5, "kl.controller": "log"}),
     ("filter.carry_over", {"filter.carry_over": True}),
     ("rollout.max_prompt_tokens", {"rollout.max_total_tokens": 512}),
-    (
-        "filter.range.low",
-        between(0.01, 0.99) | {"advantage.name": "reinforce_plus_plus", "rollout.group_size": 1},
-    ),
     ("filter.range.low", between(0.99, 0.99)),
-    ("filter.range.low", between(0.375, 0.5)),  # between 3 / 8 and 4 / 8
     ("filter.resample_early", {"filter.resample_early": True, "filter.resample_attempts": 2}),
     ("filter.key", FINAL_REWARD),
     ("filter.key", VARIED | {"filter.key": "exact_mach"}),
     ("filter.key", {"filter.key": "f1"}),  # without a filter
-    ("filter.range.low", between(2.0, -1.0) | {"filter.key": "answer"}),
     ("filter.name", GATED | VARIED | {"filter.key": "f1"}),
     (
         "filter.key",
