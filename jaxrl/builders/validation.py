@@ -320,17 +320,9 @@ def _find_filter_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
     if filter.unfinished_tasks > 0 and (c.model.replay or filter.resample_attempts > 0):
         yield "filter.unfinished_tasks", "0 with model.replay or filter.resample_attempts"
 
-    # The overlong penalty. The longest response follows a prompt of one token.
+    # The overlong penalty.
     if shaping.overlong_buffer > max(0, c.overlong_limit):
         yield "shaping.overlong_buffer", f"at most the length limit, {c.overlong_limit}"
-    max_response = rollout.max_total_tokens - 1
-    if not c.is_multi_turn:
-        max_response = min(max_response, rollout.max_response_tokens)
-    if shaping.overlong_buffer > 0 and c.overlong_limit - shaping.overlong_buffer >= max_response:
-        yield (
-            "shaping.overlong_max_tokens",
-            "less than shaping.overlong_buffer plus the length of the longest response",
-        )
 
     # Rewards of abstentions, in groups where no reward is above 0.
     if shaping.boundary_aware and c.env.name == "math":

@@ -158,14 +158,6 @@ def test_combinations_that_make_no_sense_are_refused(key, changes):
         validate(settings(**changes))
 
 
-def test_the_bound_of_the_overlong_penalty_is_within_reach():
-    rollout = {"rollout.max_total_tokens": 64, "rollout.max_prompt_tokens": 16}
-    rollout |= {"rollout.max_response_tokens": 32, "shaping.overlong_buffer": 8}
-    validate(settings(**rollout, **{"shaping.overlong_max_tokens": 70}))  # a response of 63: 1 / 8
-    with pytest.raises(ValueError, match=r"config\.shaping\.overlong_max_tokens is 71"):
-        validate(settings(**rollout, **{"shaping.overlong_max_tokens": 71}))
-
-
 @pytest.mark.parametrize("module", METHODS + SMALL, ids=lambda module: module.__name__)
 def test_shipped_methods_are_valid(module):
     validate(module.get_config())
