@@ -746,10 +746,6 @@ def explain_unknown_key(key: str) -> str:
     nested = [name for name in KEYS if name.startswith(f"{key}.")]
     if nested:
         return f"config.{key} is a section; set its keys, such as {nested[0]}."
-    for mapping, example in MAPPING_EXAMPLES.items():
-        if key.startswith(f"{mapping}."):
-            example = {key.removeprefix(f"{mapping}."): example}
-            return f"config.{mapping} takes a mapping; set it as a whole, such as {example}."
     # Suggest keys with the same last part, or else the key or section with the most similar name.
     last = key.rpartition(".")[2]
     matches = [name for name in KEYS if f".{name}".endswith(f".{last}")]
