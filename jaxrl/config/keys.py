@@ -162,10 +162,6 @@ class ExtraKeys:
     keys: Mapping[str, Key] = field(default_factory=dict)
     rules: tuple[Rule, ...] = ()
 
-    def get_section_keys(self, prefix: str) -> dict[str, Key]:
-        """Return all keys in a section; `prefix` may also be a single key."""
-        return {name: key for name, key in self.keys.items() if f"{name}.".startswith(f"{prefix}.")}
-
 
 def load_extra_keys(folder: str) -> ExtraKeys:
     """Load `KEYS` and `RULES` from an extra's `keys.py`; both are empty without it."""

@@ -58,7 +58,8 @@ EXTRA_KEYS = {folder: load_extra_keys(folder) for folder in dict.fromkeys(EXTRA_
 
 
 def _get_extra_keys(section: str) -> dict[str, Key]:
-    return EXTRA_KEYS[EXTRA_SECTIONS[section]].get_section_keys(section)
+    keys = EXTRA_KEYS[EXTRA_SECTIONS[section]].keys
+    return {name: key for name, key in keys.items() if f"{name}.".startswith(f"{section}.")}
 
 
 def find_missing_extra(key: str) -> str:
