@@ -49,7 +49,7 @@ from jaxrl.run import (
 from jaxrl.runtime import distributed
 from jaxrl.runtime.checkpoint import filter_orbax_logs, list_steps, rank_steps, read_score
 from jaxrl.runtime.job import find_job
-from jaxrl.runtime.peers import MonitorClient, join_job
+from jaxrl.runtime.peers import join_job
 from jaxrl.runtime.preemption import Interrupted
 from jaxrl.runtime.resume import add_code_folders
 from jaxrl.runtime.watchdog import watchdog
@@ -326,7 +326,14 @@ class Trainer:
         self._num_generated = 0
         self._should_stop: Callable[[], bool] = lambda: False
         with contextlib.ExitStack() as stack:
-            self._peers = _join_job(stack, coordinator, num_processes, process_id, cluster)
+            job = find_job(
+                coordinator=coordinator,
+                num_processes=num_processes,
+                process_id=process_id,
+                cluster=cluster,
+            )
+            peers = join_job(job, deadline_s=launch.PEER_DEADLINE_S) if job else None
+            self._peers = stack.enter_context(peers) if peers else None
             display = Display(is_enabled=distributed.is_main())
             stack.callback(display.stop)
             with redact_output(), filter_orbax_logs():
@@ -778,24 +785,6 @@ def _add_metric_aliases(metrics: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in short.items() if value is not None} | metrics
 
 
-def _join_job(
-    stack: contextlib.ExitStack,
-    coordinator: str | None,
-    num_processes: int | None,
-    process_id: int | None,
-    cluster: str | None,
-) -> MonitorClient | None:
-    """Join the multi-process job until the stack closes; return None for a single process."""
-    job = find_job(
-        coordinator=coordinator,
-        num_processes=num_processes,
-        process_id=process_id,
-        cluster=cluster,
-    )
-    peers = join_job(job, deadline_s=launch.PEER_DEADLINE_S) if job else None
-    return stack.enter_context(peers) if peers else None
-
-
 @contextlib.contextmanager
 def _stop_on_interrupt() -> Iterator[Callable[[], bool]]:
     """Turn the first interrupt into a stop request; a second interrupt stops immediately."""
@@ -805,11 +794,11 @@ def _stop_on_interrupt() -> Iterator[Callable[[], bool]]:
         return
     previous_handler = signal.getsignal(signal.SIGINT)
 
-    def handle_interrupt(number: int, frame: Any) -> None:
+    def request_stop(number: int, frame: Any) -> None:
         signal.signal(signal.SIGINT, previous_handler)
         stop_requested.set()
 
-    signal.signal(signal.SIGINT, handle_interrupt)
+    signal.signal(signal.SIGINT, request_stop)
     try:
         yield stop_requested.is_set
     finally:
