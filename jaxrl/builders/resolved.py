@@ -188,11 +188,6 @@ class ResolvedConfig:
         return "exact_match" if "exact_match" in parts else parts[-1]
 
     @property
-    def estimator_uses_rewards(self) -> bool:
-        """True if the advantage estimator uses rewards, False if it uses only correctness."""
-        return "rewards" in self.estimator.arguments
-
-    @property
     def has_contexts(self) -> bool:
         """True if a trajectory may span several contexts."""
         return bool(self.config.rollout.context.name != "none")

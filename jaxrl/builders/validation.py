@@ -229,7 +229,7 @@ def _find_method_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
             yield "advantage.pass_at_k", "every k less than rollout.group_size"
         if advantage.name == "pass_at_k_full_sampling" and rollout.group_size < 2 * largest_k:
             yield "advantage.pass_at_k", "every k at most half of rollout.group_size"
-    if not c.estimator_uses_rewards:
+    if "rewards" not in c.estimator.arguments:
         reason = "with an advantage.name that reads only which answers are correct"
         if shaping.overlong_buffer or shaping.boundary_aware or shaping.entropy_reward:
             expected = "overlong_buffer=0, boundary_aware=False and entropy_reward=False"
