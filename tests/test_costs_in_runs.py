@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxrl import evaluate
-from jaxrl.builders.environment import check_price_and_judge_names
+from jaxrl.builders.environment import check_price_names
 from jaxrl.builders.validation import validate
 from jaxrl.envs.search.bm25 import LocalSearch
 from jaxrl.envs.search.random_search import RandomSearch
@@ -161,7 +161,7 @@ def test_prices_must_name_a_tool_or_judge(tiny_world, warm_model):
 
     def check(prices):
         config.ledger.prices = prices
-        check_price_and_judge_names(
+        check_price_names(
             SimpleNamespace(environments={"": config}, ledger=config.ledger), {"": ()}
         )
 

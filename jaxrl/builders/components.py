@@ -25,7 +25,7 @@ from jaxrl.builders.environment import (
     build_rewards,
     build_search_engines,
     build_tools,
-    check_price_and_judge_names,
+    check_price_names,
 )
 from jaxrl.builders.method import (
     build_from_section,
@@ -130,7 +130,7 @@ def build(
             "config.model.path supports images; expected 'none', or a model without image support."
         )
     tools = {name: build_tools(environment, log) for name, environment in c.environments.items()}
-    check_price_and_judge_names(c, tools)
+    check_price_names(c, tools)
     # The control environments, whose search engines find nothing. All checks use these
     # environments, because the index is built after the checks.
     empty_engines = {

@@ -102,24 +102,14 @@ def build_environments(
     return environments
 
 
-def check_price_and_judge_names(
+def check_price_names(
     c: ResolvedConfig, tools_by_environment: Mapping[str, Sequence[Tool]]
 ) -> None:
-    """Check that every name in `ledger.prices` and `reward.judges` is valid.
-
-    Raises:
-        ValueError: A price has an unknown name, or a judge has the name of a tool.
-    """
+    """Raise a ValueError if `ledger.prices` names neither a tool nor a judge."""
     names = (tool.name for tools in tools_by_environment.values() for tool in tools)
     tools = [SEARCH, *dict.fromkeys(names)]
     environments = c.environments.values()
     judges = [*dict.fromkeys(name for each in environments for name in each.reward.judges)]
-    shared = [name for name in judges if name in tools]
-    if shared:
-        raise ValueError(
-            f"config.reward.judges has {shared[0]!r}, which is also the name of a tool; rename the "
-            "judge, because costs are counted by name."
-        )
     unknown = [name for name in c.ledger.prices if name not in (*tools, *judges)]
     # A custom environment may define further tools.
     if unknown and not any(is_dotted_path(each.env.name) for each in environments):
