@@ -362,11 +362,9 @@ def apply_rollback(
     progress.prefetched = None
     values = checkpointer.read_scores()
     if values.get(progress.best.step) != progress.best.value:
-        best = rank_steps(values)
-        best_fields = (
-            {"value": values[best[0]], "step": best[0]} if best else {"value": None, "step": 0}
-        )
-        progress.best = dataclasses.replace(progress.best, mark=best_fields["value"], **best_fields)
+        ranked = rank_steps(values)
+        value, step = (values[ranked[0]], ranked[0]) if ranked else (None, 0)
+        progress.best = dataclasses.replace(progress.best, value=value, step=step, mark=value)
 
 
 def make_run_state(

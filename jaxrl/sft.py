@@ -87,7 +87,7 @@ def sft(run_state: RunState, params: Params) -> Params:
             "perf/num_compilations/update": stage.update.num_programs,
         }
         run_state.metrics_log.write(progress.step, "sft", record)
-        shown = {name: record[key] for name, key in SFT_DISPLAY_METRICS.items() if key in record}
+        shown = {label: record[name] for label, name in SFT_DISPLAY_METRICS.items()}
         run_state.display.show_step(progress.stage_step, shown)
         if run_state.is_checkpoint_due and not run_state.is_stage_done:
             run_state.save()

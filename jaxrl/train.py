@@ -115,9 +115,8 @@ class Learner:
             run_state=run_state, stream=self.stream, add_divergences=self.add_divergences
         )
         self._has_weights = False  # True if the sampler holds the current weights
-        self.is_partial = (
-            False  # True after an error, if the step can be neither repeated nor saved
-        )
+        # True after an error, if the step can be neither repeated nor saved.
+        self.is_partial = False
         self._discard_step_data()
 
     def _set_stage(self, stage: Stage) -> None:
@@ -630,12 +629,8 @@ class Learner:
         progress.num_learned += has_updated_params(update_metrics) and stage.settings.lr > 0
         progress.compiled_sizes = dataclasses.replace(self._compiled_sizes)
         trajectories = flatten_groups(groups)
-        failed = collected and describe_failures(collected.sampled_stats)
-        reasons = [
-            reason
-            for reason in (explain_no_learning(trajectories, update_metrics), failed)
-            if reason
-        ]
+        failed = describe_failures(collected.sampled_stats) if collected else ""
+        reasons = [*filter(None, (explain_no_learning(trajectories, update_metrics), failed))]
         if reasons:
             run_state.display.log(f"warning: train {progress.stage_step}: {'; '.join(reasons)}")
         progress.record = {
@@ -725,7 +720,7 @@ class Learner:
         run_state.metrics_log.write(progress.step, "train", record | mark)
         self.is_partial = False
         self._discard_step_data()
-        handle_collapse_signs(run_state)
+        act_on_collapse_signs(run_state)
         # `end` saves the last step. If patience ran out, the stage ends with the best checkpoint,
         # so this step is saved only if it is the best.
         if not is_last and (is_best or (run_state.is_checkpoint_due and not is_early)):
@@ -805,7 +800,7 @@ def update_gate(run_state: RunState, eval_metrics: Mapping[str, float]) -> None:
     )
 
 
-def handle_collapse_signs(run_state: RunState) -> None:
+def act_on_collapse_signs(run_state: RunState) -> None:
     """Report the step's signs of collapse and take `watch.action`.
 
     Raises:
