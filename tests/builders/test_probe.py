@@ -29,12 +29,10 @@ from jaxrl.objectives.losses import PolicyLoss
 
 def branches(rewards): return rewards if rewards[0] > 0 else -rewards
 def mean(rewards): return rewards.mean()
-def nothing(rewards): pass
 def raises(rewards): raise RuntimeError("no idea\\nmore lines")
 def ends(rewards): raise SystemExit(3)
 
 def bare(logprobs): return logprobs
-def counts(logprobs): return PolicyLoss(jnp.zeros(logprobs.shape, int), {})
 def loop(logprobs):
     return PolicyLoss(jax.lax.while_loop(lambda x: x.sum() < 1, lambda x: x + 1, logprobs), {})
 
@@ -100,9 +98,9 @@ def beside_the_config(tmp_path, monkeypatch):
 
 
 WRONG_NAMES = {
-    "advantage.name": "wrong.branches wrong.mean wrong.nothing wrong.ends "
+    "advantage.name": "wrong.branches wrong.mean wrong.ends "
     "wrong.missing unreadable.f lacking.f ending.f",
-    "loss.name": "wrong.bare wrong.counts wrong.loop",
+    "loss.name": "wrong.bare wrong.loop",
     "loss.term.name": "wrong.bare",
     "loss.token_filter.name": "wrong.bare",
     "filter.trajectories": "wrong.raises",

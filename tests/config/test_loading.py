@@ -64,10 +64,8 @@ def test_a_mapping_of_free_names_is_one_value(config, tmp_path):
         ("rollout: 3", "config.rollout is a section; set its keys"),
         ("lr: 1.0", "no key config.lr; did you mean optimizer.lr or sft.optimizer.lr?"),
         ("- 1", "contains a list; expected keys and values"),
-        ('seed: !!float ""', "is not valid YAML or JSON: string index out of range"),
         ("rollout: {max_turns: 1}\nrollout.max_turns: 2", "rollout.max_turns is set twice"),
         ("seed: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
-        ("seed: '\x1b[2J'", "special characters are not allowed"),
         ("{a: " * 100_000, "is not valid YAML or JSON"),
     ],
 )
@@ -168,7 +166,6 @@ def get_config(seed="0"):
         (f"{HEAD}    config.rollout.grup_size = 4", "mean rollout.group_size? ({file}:5)."),
         (f"{HEAD}    config.seed = sed", "NameError: name 'sed' is not defined ({file}:5)."),
         ("def get_config():\n    return {{}}", "get_config returned a dict; expected jaxrl.con"),
-        ("def get_config(a, b):\n    pass", "missing 1 required positional argument: 'b'"),
         ("def get_config(_):\n    raise SystemExit(3)", "SystemExit: 3 ({file}:2)."),
     ],
 )
