@@ -114,10 +114,10 @@ INPUT_ERRORS = (ValueError, KeyError, AttributeError, TypeError, OSError, flags.
 
 def main(argv: Sequence[str]) -> None:
     """Check the configuration, workdir and files, then run the stages."""
-    begun = threading.Event()
+    run_started = threading.Event()
     sys.excepthook = _print_exception
     try:
-        with redact_output(), watch_stop_signals(begun.is_set) as should_stop:
+        with redact_output(), watch_stop_signals(run_started.is_set) as should_stop:
             config, workdir, job = _load_config_and_job(argv)
             from jaxrl.runtime.checkpoint import filter_orbax_logs
             from jaxrl.runtime.peers import join_job
@@ -132,7 +132,7 @@ def main(argv: Sequence[str]) -> None:
                     any_should_stop = (
                         peers.make_global_should_stop(should_stop) if peers else should_stop
                     )
-                    _build_and_run(config, workdir, any_should_stop, begun.set)
+                    _build_and_run(config, workdir, any_should_stop, run_started.set)
     except SystemExit as end:
         # Look the module up: importing it here would load JAX in a run stopped before that.
         compilation = sys.modules.get("jaxrl.runtime.compilation")

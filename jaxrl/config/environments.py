@@ -24,7 +24,7 @@ OTHER_KEYS = ("rollout.max_turns", "rollout.max_calls", "rollout.max_cost", "sft
 """Keys of other sections that an environment may override."""
 
 SHARED_KEYS = ("prompt.chat_template_kwargs", "env.step_deadline_s")
-"""Keys of these sections that apply to the entire run."""
+"""Keys of `SECTIONS` that apply to the entire run."""
 
 RESERVED_NAMES = ("all", "mean")
 """Names of evaluation summaries, which no environment may have."""
