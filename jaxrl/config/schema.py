@@ -735,6 +735,22 @@ class Config(ConfigDict):
         return copy
 
 
+KEY_ALIASES = {
+    "learning_rate": "lr",
+    "max_grad_norm": "grad_clip",
+    "kl_coef": "kl.coef",
+    "clip_ratio": "loss.clip_high",
+    "batch_size": "tasks_per_step",
+    "num_generations": "group_size",
+    "max_tokens": "max_response_tokens",
+    "max_new_tokens": "max_response_tokens",
+    "max_prompt_length": "max_prompt_tokens",
+    "max_model_len": "max_total_tokens",
+    "max_steps": "num_steps",
+}
+"""Last part of the equivalent key, by the name that other trainers or samplers use."""
+
+
 def explain_unknown_key(key: str) -> str:
     """Return an error message if a dotted key is unknown, or "" if it exists."""
     if key in KEYS:
@@ -749,6 +765,7 @@ def explain_unknown_key(key: str) -> str:
         return f"config.{key} is a section; set its keys, such as {nested[0]}."
     # Suggest keys with the same last part, or else the key or section with the most similar name.
     last = key.rpartition(".")[2]
+    last = KEY_ALIASES.get(last, last)
     matches = [name for name in KEYS if f".{name}".endswith(f".{last}")]
     if matches:
         matches = difflib.get_close_matches(key, matches, n=3, cutoff=0)
