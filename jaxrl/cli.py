@@ -43,6 +43,32 @@ SUBCOMMANDS = {
 }
 """Module of each command, and the arguments that precede the user's."""
 
+DESCRIPTIONS = {
+    "quickstart": """\
+jaxrl quickstart [--config.a.b=v]
+
+Generate a small dataset and model in data/quickstart, and train on it in runs/quickstart. Takes
+two to five minutes on a laptop CPU. If the run exists, continue from its latest checkpoint. The
+report is runs/quickstart/report.html. All flags of `jaxrl train` apply.
+
+Example:
+  jaxrl quickstart --config.seed=1
+""",
+    "plan": """\
+jaxrl plan --config=FILE [--plan_devices=N --plan_memory_gib=GIB] [--config.a.b=v]
+
+Estimate the memory that each device needs, from the configuration and the model's config.json.
+Takes seconds, loads no weights and writes nothing unless --plan_json names a file. The exit code
+is 0 if the run fits in memory, else 1.
+
+Example:
+  jaxrl plan --config=configs/search_r1.py --plan_devices=8 --plan_memory_gib=80
+
+Flags:
+""",
+}
+"""Help texts of the commands that share a module with `train`, whose help is its docstring."""
+
 QUICKSTART = ("--config=configs/quickstart.py", "--workdir=runs/quickstart")
 WORLD_FOLDER = Path("data/quickstart")
 
@@ -66,10 +92,12 @@ def main() -> None:
         return
     # Append the folder, so that the user's configs/ and modules take precedence.
     sys.path.append(str(find_bundle_folder()))
+    if command in DESCRIPTIONS and {"-h", "--help"} & {*arguments}:
+        print_help(command)
+        return
     if command == "quickstart":
         # Generate the dataset unless its last file exists.
-        has_world = (WORLD_FOLDER / "questions_eval.jsonl").is_file()
-        if not (has_world or "--help" in arguments):
+        if not (WORLD_FOLDER / "questions_eval.jsonl").is_file():
             world = importlib.import_module("examples.quickstart_world")
             world.main([f"--out={WORLD_FOLDER}", "--seed=0"])
         run_module("jaxrl.launch", [*QUICKSTART, *arguments])
@@ -77,6 +105,15 @@ def main() -> None:
         sys.exit(f"error: jaxrl {command}: expected {', '.join(['quickstart', *SUBCOMMANDS])}.")
     module, *preset_arguments = SUBCOMMANDS[command]
     run_module(module, [*preset_arguments, *arguments])
+
+
+def print_help(command: str) -> None:
+    """Print a command's description in `DESCRIPTIONS`, and the flags that start with its name."""
+    print(DESCRIPTIONS[command], end="")
+    launch = importlib.import_module("jaxrl.launch")
+    for flag in launch.flags.FLAGS.get_key_flags_for_module(launch):
+        if flag.name.startswith(f"{command}_"):
+            print(f"  --{flag.name:<16}  {flag.help}")
 
 
 def run_module(module: str, arguments: Sequence[str]) -> NoReturn:
