@@ -429,7 +429,8 @@ class Trainer:
         """Validate groups, which the caller may have built or changed.
 
         Raises:
-            ValueError: The arrays of a trajectory differ in length, or a token id is unknown.
+            ValueError: The arrays of a trajectory differ in length, a token id is unknown, or an
+                advantage is not finite.
         """
         num_tokens = self.tokenizer.num_tokens
         for trajectory in flatten_groups(groups):
@@ -437,6 +438,7 @@ class Trainer:
             arrays = [trajectory.loss_mask, trajectory.rollout_logprobs]
             arrays += [trajectory.rollout_entropies, trajectory.policy_versions]
             arrays += [] if custom is None else [custom]
+            advantages = [trajectory.advantage, *(trajectory.turn_advantages or ())]
             name = f"a trajectory of task {trajectory.task_id!r}"
             if any(array.shape != ids.shape for array in arrays):
                 shapes = ", ".join(str(list(array.shape)) for array in arrays)
@@ -449,6 +451,10 @@ class Trainer:
                     f"{name} has token ids from {ids.min()} to {ids.max()}; expected ids of this "
                     f"run's tokenizer, 0 to {num_tokens - 1}."
                 )
+            if not all(math.isfinite(x) for x in advantages if x is not None) or not (
+                custom is None or np.isfinite(custom).all()
+            ):
+                raise ValueError(f"{name} has an advantage that is not finite; see set_advantages.")
 
     @property
     def tasks(self) -> Sequence[Task]:

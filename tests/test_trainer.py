@@ -586,6 +586,7 @@ def test_a_checkpoint_that_a_full_disk_ends_does_not_count_as_saved(trainer):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"advantage": float("nan")}, "not finite"),
         ({"custom_advantages": np.ones(3, np.float32)}, r"shapes .*\[3\]"),
         ({"loss_mask": np.ones(3, bool)}, r"shapes \[3\]"),
         ({"token_ids": np.full(3, 10**6)}, "from 1000000 to 1000000"),
