@@ -61,15 +61,11 @@ def check_servers(specs: Sequence[Any]) -> None:
 
 def _is_valid_spec(spec: Any) -> bool:
     match spec:
-        case {"command": list() | tuple() as command, **others} if command:
-            names = others.pop("env", ())
-            texts = (*command, *names) if isinstance(names, list | tuple) else (None,)
-        case {"url": str() as url, **others} if url:
-            headers = others.pop("headers", {})
-            texts = (*headers, *headers.values()) if isinstance(headers, dict) else (None,)
-        case _:
-            return False
-    return not others and all(isinstance(text, str) for text in texts)
+        case {"command": [_, *_], **others}:
+            return others.keys() <= {"env"}
+        case {"url": str(), **others}:
+            return others.keys() <= {"headers"}
+    return False
 
 
 def connect_tools(
