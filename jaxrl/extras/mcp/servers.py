@@ -344,11 +344,7 @@ class McpTool(JsonTool):
     """Tool from an MCP server, with arguments validated against the server's schema."""
 
     def __init__(self, server: McpServer, listing: Any) -> None:
-        """Read the tool's name, description and schema.
-
-        Raises:
-            ToolError: The schema is invalid.
-        """
+        """Read the tool's name, description and schema from the server's listing."""
         import jsonschema
         import referencing
 
@@ -361,13 +357,6 @@ class McpTool(JsonTool):
             jsonschema.Draft202012Validator,
             dict.fromkeys(("pattern", "patternProperties"), lambda *_: None),
         )
-        try:
-            validator_class.check_schema(self._schema)
-        except jsonschema.SchemaError as error:
-            raise ToolError(
-                f"the MCP server {server.name!r} lists the tool {self.name!r} with a schema that "
-                f"is not valid: {error.message[:500]}"
-            ) from error
         # With an empty registry, remote references are not fetched.
         self._validator = validator_class(self._schema, registry=referencing.Registry())
 
@@ -386,7 +375,6 @@ class McpTool(JsonTool):
 
         Raises:
             InvalidCallError: The arguments do not match the schema.
-            ToolError: The schema is unusable, for example because a definition is missing.
         """
         if not self._schema.get("additionalProperties"):  # most servers omit it
             check_argument_names(
@@ -394,13 +382,7 @@ class McpTool(JsonTool):
             )
         if is_too_deep(json.dumps(arguments), arguments):
             raise InvalidCallError("the call is nested too deeply")
-        try:
-            error = next(self._validator.iter_errors(arguments), None)
-        except Exception as schema_error:  # such as a reference to a missing definition
-            raise ToolError(
-                f"the MCP server {self._server.name!r} lists the tool {self.name!r} with a schema "
-                f"that cannot be used: {format_error(schema_error)}"
-            ) from schema_error
+        error = next(self._validator.iter_errors(arguments), None)
         if error is not None:
             path = "".join(f"[{key!r}]" for key in error.absolute_path)
             raise InvalidCallError(f"arguments{path}: {error.message[:500]}")
