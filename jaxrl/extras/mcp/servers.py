@@ -129,18 +129,15 @@ class McpServer:
         # The file is closed when this object is deleted.
         self._stderr = cast(TextIO, tempfile.TemporaryFile("w+", errors="replace"))  # noqa: SIM115
         self._connection: _Connection | None = None
-        self._lock: asyncio.Lock | None = None
+        self._lock = asyncio.Lock()
 
     def list_tools(self) -> list[McpTool]:
         """Return the tools that the server lists.
 
         Raises:
-            ToolError: The server cannot be reached, or it lists no tools.
+            ToolError: The server cannot be reached.
         """
-        listing = self._run_coroutine(self._list_tools())
-        if not listing:
-            raise ToolError(f"the MCP server {self.name!r} lists no tools")
-        return [McpTool(self, tool) for tool in listing]
+        return [McpTool(self, tool) for tool in self._run_coroutine(self._list_tools())]
 
     def call_tool(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Call a tool; return its text, which may be an error message.
@@ -182,8 +179,6 @@ class McpServer:
         return await client.call_tool(name, dict(arguments))
 
     async def _get_client(self) -> Any:
-        if self._lock is None:
-            self._lock = asyncio.Lock()
         async with self._lock:
             if self._connection is None or self._connection.task.done():
                 arguments = self._spec, self._env, self._headers, self._stderr, self._deadline_s
@@ -316,28 +311,19 @@ def _flatten_error(error: BaseException) -> Iterator[BaseException]:
 
 
 def _extract_result_text(result: Any) -> str:
-    """Extract the text and images of a result, or its JSON if it has no content.
-
-    Raises:
-        ToolError: An image is not valid base64.
-    """
+    """Extract the text and images of a result, or its JSON if it has no content."""
     texts, images = [], []
     for block in result.content:
         resource = getattr(block, "resource", None)
         text = getattr(block, "text", None) or getattr(resource, "text", None)
         if block.type == "image":
-            images.append(block.data)
+            images.append(Picture(data=base64.b64decode(block.data, validate=True)))
         else:
             texts.append(text if isinstance(text, str) else f"[{block.type}]")
     if not (texts or images) and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
-    if not images:
-        return "\n".join(texts) or "(nothing)"
-    try:
-        decoded = [base64.b64decode(data, validate=True) for data in images]
-    except ValueError as error:
-        raise ToolError(f"an image cannot be read: {error}") from error
-    return TextWithImages("\n".join(texts), (Picture(data=data) for data in decoded))
+    text = "\n".join(texts)
+    return TextWithImages(text, images) if images else text or "(nothing)"
 
 
 class McpTool(JsonTool):
