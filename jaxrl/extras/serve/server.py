@@ -122,8 +122,8 @@ class Endpoint:
             exception_handlers={
                 RequestError: _build_error_response,
                 ClientDisconnect: lambda request, error: Response(status_code=499),
-                HTTPException: _build_route_error_response,
-                Exception: _build_internal_error_response,
+                HTTPException: _build_error_response,
+                Exception: _build_error_response,
             },
         )
         self._app.router.redirect_slashes = False
@@ -191,11 +191,9 @@ class Endpoint:
         """Read the body of a request.
 
         Raises:
-            RequestError: The server is shutting down, or the body is too large.
+            RequestError: The body is too large.
             ClientDisconnect: The client disconnected.
         """
-        if self.worker.is_shutting_down:
-            raise RequestError(503, "the server is shutting down; use another one.")
         data = bytearray()
         async for chunk in request.stream():
             data += chunk
@@ -300,20 +298,15 @@ class Endpoint:
 
 
 def _build_error_response(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestError)
-    return JSONResponse(_build_error_body(request, error), error.status, error.headers)
-
-
-def _build_route_error_response(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message = f"there is no {request.method} {request.scope['path']:.100} here; see docs/serve.md."
-    headers = dict(error.headers or {})
-    return _build_error_response(request, RequestError(error.status_code, message, headers=headers))
-
-
-def _build_internal_error_response(request: Request, error: Exception) -> Response:
-    message = f"the server failed with {type(error).__name__}; see its log."
-    return _build_error_response(request, RequestError(500, message))
+    """Build the response to a rejected or failed request, in the format of the requested API."""
+    if isinstance(error, HTTPException):
+        path = request.scope["path"]
+        message = f"there is no {request.method} {path:.100} here; see docs/serve.md."
+        error = RequestError(error.status_code, message, headers=error.headers)
+    elif not isinstance(error, RequestError):
+        error = RequestError(500, f"the server failed with {type(error).__name__}; see its log.")
+    body = error.build_body(is_anthropic=_uses_anthropic_api(request))
+    return JSONResponse(body, error.status, error.headers)
 
 
 async def _send_events(
@@ -339,9 +332,9 @@ async def _send_events(
                 session.record_completion(completion)
             await send_event(name, value)
     except RequestError as error:
-        await send_event(
-            "error" if _uses_anthropic_api(request) else "", _build_error_body(request, error)
-        )
+        is_anthropic = _uses_anthropic_api(request)
+        body = error.build_body(is_anthropic=is_anthropic)
+        await send_event("error" if is_anthropic else "", body)
         return False
     return True
 
@@ -353,11 +346,6 @@ async def _wait_for_disconnect(receive: Any) -> None:
 
 def _uses_anthropic_api(request: Request) -> bool:
     return bool(request.scope["path"].startswith(MESSAGES))
-
-
-def _build_error_body(request: Request, error: RequestError) -> dict[str, Any]:
-    """Build an error response's body in the format of the requested API."""
-    return error.build_body(is_anthropic=_uses_anthropic_api(request))
 
 
 def get_client_keys(request: Request) -> tuple[str, str]:
