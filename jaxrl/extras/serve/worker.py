@@ -201,18 +201,14 @@ class Worker:
                 raise RequestError(503, message)
             if self.is_shutting_down:
                 raise RequestError(503, "the server is shutting down; use another one.")
-            num_rows, max_queue = self.engine.num_rows, self._max_queue
-            if len(jobs) > num_rows + max_queue:
-                message = f"n is {len(jobs)}; expected at most {num_rows + max_queue}, rows and "
-                raise RequestError(400, f"{message}queue of this server.", param="n")
-            num_free = max(num_rows - len(self._jobs), 0)
+            num_free = max(self.engine.num_rows - len(self._jobs), 0)
             num_waiting = len(self._queue) + len(self._paused_jobs)
-            if num_waiting + len(jobs) > max_queue + num_free:
+            if num_waiting + len(jobs) > self._max_queue + num_free:
                 self.stats["refused_busy_total"] += 1
                 raise RequestError(
                     429,
                     f"{num_waiting} samples wait and this request has {len(jobs)}; expected at "
-                    f"most {max_queue} to wait. Try again later, or raise --queue.",
+                    f"most {self._max_queue} to wait. Try again later, or raise --queue.",
                     headers={"Retry-After": "1"},
                 )
             now = time.monotonic()
