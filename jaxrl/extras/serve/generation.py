@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -37,6 +37,13 @@ from jaxrl.extras.serve.worker import (
 )
 
 Event = tuple[str, Any]
+ABORT_ERRORS: Mapping[str, tuple[int, str]] = {
+    TIMED_OUT: (504, "the completion exceeded its deadline; raise --deadline_s."),
+    CANCELLED: (503, "the completion was cancelled: the server is shutting down."),
+    FAILED: (500, "the engine failed; see the server's log."),
+}
+"""HTTP status and message of incomplete completions, by finish reason."""
+
 """Name and data of a server-sent event; the name is empty in OpenAI's API."""
 
 
@@ -136,14 +143,8 @@ class Choice:
                 await self._chunk_event.wait()
             chunk = self.chunks[index]
             index += 1
-            if chunk.finish_reason == TIMED_OUT:
-                raise RequestError(504, "the completion exceeded its deadline; raise --deadline_s.")
-            if chunk.finish_reason == CANCELLED:
-                raise RequestError(
-                    503, "the completion was cancelled: the server is shutting down."
-                )
-            if chunk.finish_reason == FAILED:
-                raise RequestError(500, chunk.error)
+            if chunk.finish_reason in ABORT_ERRORS:
+                raise RequestError(*ABORT_ERRORS[chunk.finish_reason])
             yield chunk
 
     def merge_chunks(self) -> OutputChunk:

@@ -58,7 +58,6 @@ class OutputChunk:
         finish_reason: Finish reason if this chunk is the last, else "".
         text_bytes: Length of the sample's text so far, without the stop string, in bytes.
         num_cached: Number of prompt tokens read from the cache instead of prefilled.
-        error: Error message for the client; "" if there is none.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -68,7 +67,6 @@ class OutputChunk:
     finish_reason: str = ""
     text_bytes: int = 0
     num_cached: int = 0
-    error: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,9 +302,7 @@ class Worker:
                 self._paused_jobs.clear()
                 self._condition.notify_all()
             for job in jobs:
-                self._abort_job(
-                    job, reason, "" if reason == CANCELLED else "the engine has stopped."
-                )
+                self._abort_job(job, reason)
 
     def _wait_for_work(self) -> bool:
         """Wait for work; return False if the thread must exit."""
@@ -381,8 +377,8 @@ class Worker:
             self.stats["prompt_tokens_total"] += len(job.context_ids)
             try:
                 self._jobs[self._start_job(job)] = job
-            except Exception as error:
-                self._abort_job(job, FAILED, _format_client_message(error))
+            except Exception:
+                self._abort_job(job, FAILED)
                 raise
 
     def _has_prefix(self, job: GenerationJob) -> bool:
@@ -488,16 +484,11 @@ class Worker:
         if len(self._cached) > self._max_cached_rows:
             self._evict_row()
 
-    def _abort_job(self, job: GenerationJob, reason: str, error: str = "") -> None:
+    def _abort_job(self, job: GenerationJob, reason: str) -> None:
         """Send the final chunk of a job that was cancelled, timed out or failed."""
         self.stats[f"samples_{reason}_total"] += 1
         job.on_output(
-            OutputChunk(
-                finish_reason=reason,
-                text_bytes=len(job.data),
-                num_cached=job.num_cached,
-                error=error,
-            )
+            OutputChunk(finish_reason=reason, text_bytes=len(job.data), num_cached=job.num_cached)
         )
 
     def _fail_running_jobs(self, error: Exception) -> None:
@@ -507,17 +498,11 @@ class Worker:
         self._jobs.clear()
         self._cached.clear()
         for job in jobs:
-            self._abort_job(job, FAILED, _format_client_message(error))
+            self._abort_job(job, FAILED)
         _log("the engine failed: ", error)
         self.engine.clear()
 
 
-def _format_client_message(error: Exception) -> str:
-    """Describe an error without its message, which may contain paths and data."""
-    return f"the engine failed with {type(error).__name__}; see the server's log."
-
-
-def _log(text: str, error: Exception | None = None) -> None:
-    report = "" if error is None else format_error_report(error)
+def _log(text: str, error: Exception) -> None:
     with contextlib.suppress(OSError):  # standard error may be closed
-        print(f"error: {text}{report}", file=sys.stderr, flush=True)
+        print(f"error: {text}{format_error_report(error)}", file=sys.stderr, flush=True)
