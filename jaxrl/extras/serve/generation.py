@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from cachetools import LRUCache
 
+from jaxrl.config.schema import MIN_TEMPERATURE
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.extras.serve.chats import ChatHistory, ChatMessage, parse_reply
 from jaxrl.extras.serve.engine import SamplingParams
@@ -83,6 +84,8 @@ def build_request(
 ) -> CompletionRequest:
     """Build a request from a prompt and a body's sampling fields.
 
+    A temperature between 0 and `MIN_TEMPERATURE` is raised to it.
+
     Raises:
         RequestError: The prompt leaves no tokens for a completion, or a token id is unknown.
     """
@@ -94,10 +97,11 @@ def build_request(
         raise RequestError(
             400, f"token id {largest_id} is unknown; expected 0 to {num_tokens - 1}."
         )
+    temperature = max(fields.temperature, MIN_TEMPERATURE) if fields.temperature else 0.0
     return CompletionRequest(
         prompt_ids=tuple(prompt_ids),
         num_samples=num_samples,
-        params=SamplingParams(fields.temperature, max(fields.top_p, 1e-6)),
+        params=SamplingParams(temperature, max(fields.top_p, 1e-6)),
         seed=fields.seed,
         max_tokens=min(fields.max_tokens or max_new_tokens, max_new_tokens),
         stop_ids=frozenset(fields.stop_token_ids),

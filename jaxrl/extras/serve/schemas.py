@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -30,8 +29,6 @@ from jaxrl.extras.serve.errors import RequestError
 from jaxrl.utils.json_io import parse_json
 
 MAX_STOPS, MAX_CHOICES = 16, 128
-MIN_TEMPERATURE = 1e-3
-"""Smallest nonzero temperature; a smaller divisor of the logits could cause overflow."""
 
 UNSUPPORTED = (
     # Sampling.
@@ -140,12 +137,6 @@ def reject_unsupported_fields(fields: Mapping[str, Any] | None, prefix: str = ""
             raise make_unsupported_error(prefix + name, value)
 
 
-def _check_temperature(value: float) -> float:
-    if 0 < value < MIN_TEMPERATURE:
-        raise ValueError(f"Input should be 0 for greedy decoding, or at least {MIN_TEMPERATURE}")
-    return value
-
-
 def _wrap_in_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
@@ -164,7 +155,7 @@ Stops = Annotated[
 class SamplingFields(RequestModel, extra="allow"):
     """Sampling settings common to all APIs."""
 
-    temperature: Annotated[float, Field(ge=0, le=100), AfterValidator(_check_temperature)] = 1.0
+    temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
     top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stops | None = None
