@@ -37,7 +37,6 @@ from jaxrl.extras.serve.worker import (
     Worker,
 )
 
-Event = tuple[str, Any]
 ABORT_ERRORS: Mapping[str, tuple[int, str]] = {
     TIMED_OUT: (504, "the completion exceeded its deadline; raise --deadline_s."),
     CANCELLED: (503, "the completion was cancelled: the server is shutting down."),
@@ -45,6 +44,7 @@ ABORT_ERRORS: Mapping[str, tuple[int, str]] = {
 }
 """HTTP status and message of incomplete completions, by finish reason."""
 
+Event = tuple[str, Any]
 """Name and data of a server-sent event; the name is empty in OpenAI's API."""
 
 

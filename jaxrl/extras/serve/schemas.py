@@ -18,15 +18,8 @@ from pydantic import (
     model_validator,
 )
 
-from jaxrl.extras.serve.chats import (
-    ChatMessage,
-    ToolCall,
-    map_json,
-    parse_arguments,
-    sanitize_scalar,
-)
+from jaxrl.extras.serve.chats import ChatMessage, ToolCall, parse_arguments
 from jaxrl.extras.serve.errors import RequestError
-from jaxrl.utils.json_io import parse_json
 
 MAX_STOPS, MAX_CHOICES = 16, 128
 
@@ -81,15 +74,12 @@ def parse_body(data: bytes, model: type[RequestType]) -> RequestType:
     """Parse and validate the body of a request.
 
     Raises:
-        RequestError: The body is not UTF-8, not JSON, or invalid.
+        RequestError: The body is not JSON, or invalid. The message names the first invalid field.
     """
     try:
-        # json.loads alone would accept UTF-16 and lone surrogates.
-        value = parse_json(data.decode("utf-8-sig"), "the body")
-        value = map_json(sanitize_scalar, value) if b"\\ud" in data.lower() else value
-    except ValueError as error:
-        raise RequestError(400, f"{error}"[:300]) from None
-    return parse_value(value, model)
+        return model.model_validate_json(data)
+    except ValidationError as error:
+        raise _make_request_error(error) from None
 
 
 def parse_value(value: Any, model: type[RequestType]) -> RequestType:
@@ -101,13 +91,17 @@ def parse_value(value: Any, model: type[RequestType]) -> RequestType:
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        first_error = error.errors(include_url=False, include_context=False)[0]
-        parts = (f"[{p}]" if isinstance(p, int) else f".{p}" for p in first_error["loc"])
-        param = "".join(parts).removeprefix(".")
-        is_missing = first_error["type"] == "missing"
-        received = "missing" if is_missing else shorten_repr(first_error["input"])
-        message = f"{param or 'the body'} is {received}. {first_error['msg']}."
-        raise RequestError(400, message, param=param or None) from None
+        raise _make_request_error(error) from None
+
+
+def _make_request_error(error: ValidationError) -> RequestError:
+    first_error = error.errors(include_url=False, include_context=False)[0]
+    parts = (f"[{p}]" if isinstance(p, int) else f".{p}" for p in first_error["loc"])
+    param = "".join(parts).removeprefix(".")
+    is_missing = first_error["type"] == "missing"
+    received = "missing" if is_missing else shorten_repr(first_error["input"])
+    message = f"{param or 'the body'} is {received}. {first_error['msg']}."
+    return RequestError(400, message, param=param or None)
 
 
 def shorten_repr(value: Any) -> str:
