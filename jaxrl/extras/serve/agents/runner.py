@@ -32,22 +32,14 @@ from typing import Any
 MAX_OUTPUT = 1 << 16
 """Maximum bytes of a program's output to keep, from its end."""
 
-MAX_REWARD = 1 << 20
-"""Maximum size of a reward as JSON, in bytes."""
-
 POLL_S = 0.1
 """Seconds between checks for processes that outlived their program."""
 
 PARENT_POLL_S = 1.0
 """Seconds between checks that the parent process is alive."""
 
-CANCEL_TIMEOUT_S = 5.0
-"""Seconds after which a stopped agent that has not ended is reported as ended."""
-
 FOLDER_VARIABLE = "JAXRL_AGENTS_FOLDER"
 """Environment variable that marks all processes of this process's agents."""
-
-STOPPED = "it was stopped"
 
 RunAgent = Callable[[Mapping[str, Any]], Awaitable[Any]]
 
@@ -157,13 +149,12 @@ def _read_reward(file: str) -> Any:
     """Read and delete the reward file of a program; return None if it does not exist."""
     if not os.path.isfile(file):  # opening a pipe may block forever
         return None
-    with open(file, "rb") as stream:
-        data = stream.read(MAX_REWARD)
+    data = Path(file).read_bytes()
     os.remove(file)
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise RuntimeError(f"the reward file is not JSON of at most 1 MiB: {error}") from None
+        raise RuntimeError(f"the reward file is not JSON: {error}") from None
 
 
 def _write_input(stream: Any, data: bytes) -> None:
@@ -257,32 +248,24 @@ class EpisodeRunner:
         """Start an episode as an asyncio task."""
         name = episode["episode"]
         self._tasks[name] = task = asyncio.ensure_future(self._run_agent(episode))
-        task.add_done_callback(functools.partial(self._handle_done, name))
+        task.add_done_callback(functools.partial(self._report_end, name))
 
     def stop(self, name: str) -> None:
-        """Cancel an episode, and report its end after at most `CANCEL_TIMEOUT_S` seconds."""
+        """Cancel an episode, which is then reported as ended."""
         if task := self._tasks.get(name):
             task.cancel()
-            outcome = {"error": STOPPED}
-            loop = asyncio.get_running_loop()
-            loop.call_later(CANCEL_TIMEOUT_S, self._report_end, name, outcome)
 
-    def _handle_done(self, name: str, task: asyncio.Task[Any]) -> None:
+    def _report_end(self, name: str, task: asyncio.Task[Any]) -> None:
+        del self._tasks[name]
         try:
-            value = task.result()
-            if (count := len(json.dumps(value, allow_nan=False))) > MAX_REWARD:
-                message = f"the reward has {count} bytes as JSON; expected at most {MAX_REWARD}"
-                raise RuntimeError(message)
-            self._report_end(name, {"reward": value})
+            outcome = {"reward": task.result()}
+            json.dumps(outcome, allow_nan=False)
         except asyncio.CancelledError:
-            self._report_end(name, {"error": STOPPED})
+            outcome = {"error": "it was stopped"}
         except Exception as error:
             text = str(error) if type(error) is RuntimeError else _describe_error(error)
-            self._report_end(name, {"error": text})
-
-    def _report_end(self, name: str, outcome: Mapping[str, Any]) -> None:
-        if self._tasks.pop(name, None) is not None:  # otherwise, its end was reported
-            self._send({"episode": name, **outcome})
+            outcome = {"error": text}
+        self._send({"episode": name, **outcome})
 
 
 async def main(agent: Mapping[str, Any], input_pipe: Any, output_pipe: Any) -> None:
