@@ -93,12 +93,8 @@ class AgentProcess(ChildProcess):
         self.folder = tempfile.mkdtemp(prefix="jaxrl-agents-")
         self.episodes: dict[str, float] = {}
         self.is_ready = False
-        try:
-            env = {**env, FOLDER_VARIABLE: self.folder}
-            super().__init__(command, description=description, stderr=subprocess.PIPE, env=env)
-        except OSError:
-            os.rmdir(self.folder)
-            raise
+        env = {**env, FOLDER_VARIABLE: self.folder}
+        super().__init__(command, description=description, stderr=subprocess.PIPE, env=env)
         self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         threading.Thread(target=self._write_queued_messages, name="agents", daemon=True).start()
 
@@ -176,7 +172,7 @@ class AgentProcesses:
         """Start all processes, so that a broken agent fails immediately.
 
         Raises:
-            ValueError: The agent cannot be loaded.
+            OSError, ValueError: The agent cannot be loaded.
         """
         with self._lock:
             if not self._processes:  # in parallel, because agents may load slowly
@@ -190,7 +186,7 @@ class AgentProcesses:
         """Start an episode from its name (key `episode`) and the agent's input.
 
         Raises:
-            ValueError: No process can be started.
+            OSError, ValueError: A process that replaces one that exited cannot be started.
         """
         with self._lock:
             usable = [process for process in self._processes if process.is_ready]
@@ -232,16 +228,10 @@ class AgentProcesses:
         """Start a process.
 
         Raises:
-            ValueError: The process cannot be started, or it cannot load the agent.
+            OSError: The interpreter cannot be started.
+            ValueError: The process cannot load the agent.
         """
-        try:
-            process = AgentProcess(
-                self._command, description=self._description, env=self._environment
-            )
-        except OSError as error:
-            raise ValueError(
-                f"config.env.agents: {self._description} cannot be started: {error}."
-            ) from error
+        process = AgentProcess(self._command, description=self._description, env=self._environment)
         self._processes.append(process)
         try:
             first_message = process.readline(LOAD_TIMEOUT_S)

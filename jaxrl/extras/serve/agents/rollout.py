@@ -120,7 +120,8 @@ class AgentRollout(BaseRollout):
         `log` writes a line to the run's log. For the other arguments, see `BaseRollout`.
 
         Raises:
-            ValueError: The port or agent is not available, or a setting is not supported.
+            OSError: The port or the agent's interpreter is not available.
+            ValueError: The agent cannot be loaded, or a setting is not supported.
         """
         super().__init__(env, tokenizer, limits, schedule, reward_fn, processor)
         if engine.recorded_specs or processor is not None or limits.context is not None:
@@ -145,13 +146,7 @@ class AgentRollout(BaseRollout):
         self._worker: Worker | None = None
         self._processes = AgentProcesses(env.settings, _make_weak_callback(self._handle_exit))
         self._servers: list[Server] = []  # empty before the first rollout
-        host, port = env.settings.host, env.settings.port
-        try:
-            self._listener = bind_port(host, port, key="that of each episode")
-        except OSError as error:
-            raise ValueError(
-                f"config.env.agents.port is {port} and host {host!r}: {error}"
-            ) from error
+        self._listener = bind_port(env.settings.host, env.settings.port, key="that of each episode")
         # Stop the threads of the server and the agents when this object is deleted, or at exit.
         self._finalizer = weakref.finalize(
             self, _stop_processes_and_servers, self._processes, self._servers, self._listener
@@ -183,7 +178,7 @@ class AgentRollout(BaseRollout):
         Raises:
             Interrupted: `should_stop` returned True.
             RuntimeError: The engine failed.
-            ValueError: An agent process cannot be restarted.
+            OSError, ValueError: An agent process cannot be restarted.
         """
         worker = self._start_server()
         keys = make_group_keys(draws, sampling)
