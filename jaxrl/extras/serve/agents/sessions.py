@@ -205,11 +205,8 @@ class AgentSession:
                 self.reward = reward
             if self.reward == reward:
                 return
-            old, new = self.reward.model_dump(), reward.model_dump()
-            names = ", ".join(name for name in old if old[name] != new[name])
             self.conflict = self.warning = (
-                f"the agent gave the rewards {self.reward.reward:g} and {reward.reward:g}, which "
-                f"differ in {names}; expected one reward"
+                f"the agent gave {self.reward!r:.200} and {reward!r:.200}; expected one reward"
             )
         raise RequestError(409, f"{self.conflict}.", code="another_reward")
 
