@@ -50,20 +50,12 @@ class AgentEnv(Env):
         """
         self.settings = settings = AgentSettings(**agents)
         self.max_turns, self._correct_by = max_turns, correct_by
-        if bool(settings.function) == bool(settings.command):
+        has_function = bool(settings.function or settings.python or settings.settings)
+        if has_function == bool(settings.command):
             raise ValueError(
                 f"config.env.agents.function is {settings.function!r} and command "
-                f"{settings.command!r}; expected exactly one of them."
-            )
-        if settings.command and (settings.python or settings.settings):
-            raise ValueError(
-                "config.env.agents.python or settings is set together with command; expected "
-                "neither, since they belong to a function."
-            )
-        if settings.host in ("0.0.0.0", "::", ""):
-            raise ValueError(
-                f"config.env.agents.host is {settings.host!r}; expected one address of this "
-                "machine, by which agents can reach it."
+                f"{settings.command!r}; expected one of them, and python and settings only with "
+                "a function."
             )
         self._rollout: Any = None
 

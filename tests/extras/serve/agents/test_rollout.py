@@ -315,11 +315,3 @@ def test_an_engine_that_fails_ends_the_rollout(tmp_path):
         with pytest.raises(RuntimeError, match="the engine failed") as caught:
             rollout(draws("a"), sampling())
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
-
-
-def test_a_public_host_is_rejected():
-    with (
-        pytest.raises(ValueError, match=r"config\.env\.agents\.host is '0\.0\.0\.0'"),
-        agents("converses", host="0.0.0.0"),
-    ):
-        pass
