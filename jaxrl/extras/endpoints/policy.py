@@ -55,12 +55,8 @@ from jaxrl.utils.text import replace_surrogates
 CONTINUE_MESSAGE = "Continue."
 """User message for an empty observation of an episode that continues."""
 
-FATAL_STATUSES = {
-    401: "key_env must name the environment variable with a valid key",
-    403: "key_env must name the environment variable with a valid key",
-    404: "url and model must name a model of the endpoint",
-}
-"""Settings to check for HTTP statuses with which all requests fail."""
+FATAL_STATUSES = (401, 403, 404)
+"""HTTP statuses with which all requests fail."""
 
 Content = str | Sequence[str | Picture]
 """Content of a message: text, or a sequence of texts, images and video files."""
@@ -208,7 +204,7 @@ class _ChatEndpoint(EndpointTool):
             response = self.send_request(body)
         except ToolError as error:
             if error.status in FATAL_STATUSES:
-                self.fatal_error = f"{error}; config.policy.openai.{FATAL_STATUSES[error.status]}."
+                self.fatal_error = f"{error}; check url, model and key_env in config.policy.openai."
             raise
         # Raise an error for a malformed response, so that the request is retried.
         parse_turn(response, ())

@@ -250,12 +250,12 @@ def test_a_failed_request_is_an_error_of_its_episode_and_no_score(reply):
     (failed, other), _ = play(answer, num_tasks=2, **settings)
     assert (failed.outcome, other.outcome) == (Outcome.ENVIRONMENT_ERROR, Outcome.ANSWERED)
     assert failed.reward_parts == {}
-    assert re.search(r"status 400|usage is .*; expected token counts", failed.error)
+    assert re.search(r"status 400|ValueError: .*'many'", failed.error)
     assert len(failed.error) < 500
 
 
-@pytest.mark.parametrize(("status", "key"), [(401, "key_env"), (404, "model")])
-def test_a_wrong_key_or_address_is_an_outage(status, key, monkeypatch):
+@pytest.mark.parametrize("status", [401, 404])
+def test_a_wrong_key_or_address_is_an_outage(status, monkeypatch):
     monkeypatch.setenv("POLICY_KEY", KEY)
     sent = []
 
@@ -263,7 +263,7 @@ def test_a_wrong_key_or_address_is_an_outage(status, key, monkeypatch):
         sent.append(request.headers["authorization"])
         return Reply(f"no, {KEY} is wrong", status=status)
 
-    with pytest.raises(OutageError, match=rf"status {status}.*config\.policy\.openai.*{key}") as e:
+    with pytest.raises(OutageError, match=rf"status {status}.*config\.policy\.openai") as e:
         play(answer, num_tasks=20, key_env="POLICY_KEY", max_concurrent=1)
     assert sent == [f"Bearer {KEY}"]
     assert KEY not in str(e.value)
