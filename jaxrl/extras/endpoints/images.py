@@ -31,12 +31,10 @@ def prepare_image(encoded_image: Picture, *, is_blank: bool = False) -> Picture:
     """
     if isinstance(encoded_image, Video):
         if encoded_image.frames or is_blank:
-            problem = (
-                "a list of frames; expected a video file, which endpoints accept"
-                if encoded_image.frames
-                else "a video in the suite blank_images; expected images, or leave out the suite"
+            raise UnreadableImageError(
+                f"{encoded_image.name} is a list of frames or must be blank; expected a video "
+                "file, without the suite blank_images."
             )
-            raise UnreadableImageError(f"{encoded_image.name} is {problem}.")
         with wrap_image_errors(encoded_image):
             encoded_image.read()
         return encoded_image
