@@ -209,12 +209,6 @@ class Judge:
         log: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Open the endpoint and the recording; see `wrap_endpoint` for arguments and errors."""
-
-        def log_with_name(text: str) -> None:
-            # The prefix marks warnings in the log.
-            prefix = "warning: " if text.startswith("warning: ") else ""
-            log(f"{prefix}reward part {self.name!r}: {text.removeprefix(prefix)}")
-
         self._resilient = wrap_endpoint(
             _ResilientJudge,
             JudgeEndpoint,
@@ -224,7 +218,7 @@ class Judge:
             folder="judgements",
             workdir=workdir,
             process=process,
-            log=log_with_name,
+            log=lambda text: log(f"{text} (reward part {self.name!r})"),
         )
 
     def requests(self, group: Sequence[ScoredEpisode]) -> list[RewardPartCall]:
