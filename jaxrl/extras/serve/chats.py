@@ -13,7 +13,6 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -34,55 +33,32 @@ MAX_TOOLS = 64
 Tools = Sequence[Mapping[str, Any]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ToolCall:
-    """Tool call. The arguments are an object, or a text if they could not be parsed."""
+ChatMessage = dict[str, Any]
+"""Message in the chat template's format.
 
-    name: str
-    arguments: Any
-    id: str = ""
+`role` is `system`, `user`, `assistant` or `tool`, and `content` is text. A message without calls
+has no `tool_calls`. Other fields, such as `tool_call_id`, come from the client.
+"""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChatMessage:
-    """Chat message.
+def make_tool_call(name: str, arguments: Any, id: str = "") -> dict[str, Any]:
+    """Return a tool call in the chat template's format.
 
-    Attributes:
-        role: `system`, `user`, `assistant` or `tool`.
-        content: Text of the message.
-        calls: Tool calls of an assistant message.
-        extra: Additional fields of the message, such as `tool_call_id`.
+    The arguments are an object, or a text if they could not be parsed.
     """
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return {**call, "id": id} if id else call
 
-    role: str
-    content: str
-    calls: tuple[ToolCall, ...] = ()
-    extra: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def match_key(self) -> str:
-        """Key that is equal for messages that match."""
-        extra = map_json(_convert_to_double, self.extra)
-        if self.role == "assistant":
-            # A client that returns the text may strip it, or separate the thoughts from it by line
-            # breaks. Clients also choose the ids of calls.
-            calls = [
-                [call.name, map_json(_convert_to_double, call.arguments)] for call in self.calls
-            ]
-            text = "".join(self.content.split())
-            return json.dumps([self.role, text, calls, extra], sort_keys=True)
-        return json.dumps([self.role, self.content, extra], sort_keys=True)
-
-    def to_template_message(self) -> dict[str, Any]:
-        """Convert the message to the chat template's format."""
-        message: dict[str, Any] = {"role": self.role, "content": self.content, **self.extra}
-        calls = []
-        for call in self.calls:
-            function = {"name": call.name, "arguments": call.arguments}
-            calls.append({"type": "function", "function": function})
-            if call.id:
-                calls[-1]["id"] = call.id
-        return {**message, "tool_calls": calls} if calls else message
+def compute_match_key(message: ChatMessage) -> str:
+    """Return a key that is equal for messages that match."""
+    message = map_json(_convert_to_double, message)
+    if message["role"] == "assistant":
+        # A client that returns the text may strip it, or separate the thoughts from it by line
+        # breaks. Clients also choose the ids of calls.
+        message["content"] = "".join(message["content"].split())
+        message["tool_calls"] = [call["function"] for call in message.get("tool_calls", ())]
+    return json.dumps(message, sort_keys=True)
 
 
 def parse_arguments(value: Any) -> Any:
@@ -136,7 +112,7 @@ def parse_reply(text: str, tools: Tools) -> ChatMessage:
     Without tools, calls are left as text. All calls are also left as text if any call cannot be
     parsed or contains a number that JSON clients cannot represent.
     """
-    plain = ChatMessage(role="assistant", content=text)
+    plain: ChatMessage = {"role": "assistant", "content": text}
     parsed = parse_tool_calls(text).calls if tools else ()
     if not parsed:
         return plain
@@ -150,11 +126,11 @@ def parse_reply(text: str, tools: Tools) -> ChatMessage:
             arguments = map_json(sanitize_scalar, arguments)
         except (ValueError, RecursionError):
             return plain
-        calls.append(ToolCall(name=replace_surrogates(call.tool), arguments=arguments))
+        calls.append(make_tool_call(replace_surrogates(call.tool), arguments))
     # Ignore calls inside thoughts, and tags inside the JSON of calls.
     masked = mask_call_arguments(text)
     start = masked.index(CALL_TAG, masked.rfind("</think>") + 1)
-    return ChatMessage(role="assistant", content=text[:start].rstrip(), calls=tuple(calls))
+    return {"role": "assistant", "content": text[:start].rstrip(), "tool_calls": calls}
 
 
 class ChatHistory:
@@ -184,9 +160,8 @@ class ChatHistory:
                 too long.
         """
         self._check_length(messages, tools)
-        chat = [message.to_template_message() for message in messages]
         try:
-            check_result_order(chat)
+            check_result_order(messages)
             if tools:
                 self._check_tools(json.dumps(tools))
             stored_ids, new_messages = self._find_longest_match(session, messages, tools)
@@ -194,7 +169,7 @@ class ChatHistory:
                 new = self._render_suffix(stored_ids, new_messages, tools)
                 if new is not None:
                     return [*stored_ids.tolist(), *new]
-            return self._tokenizer.render_prompt(chat, tools, has_default_system=True)
+            return self._tokenizer.render_prompt(messages, tools, has_default_system=True)
         except ValueError as error:
             raise RequestError(400, f"{error}", param="messages") from error
 
@@ -218,8 +193,8 @@ class ChatHistory:
         fields: list[Any] = list(tools)
         num_bytes = 0
         for message in messages:
-            num_bytes += len(message.content.encode())
-            fields += [*message.extra.values(), *(call.arguments for call in message.calls)]
+            num_bytes += len(message["content"].encode())
+            fields += [value for name, value in message.items() if name != "content"]
         if fields:
             num_bytes += len(json.dumps(fields, ensure_ascii=False, separators=(",", ":")))
         min_tokens = max(num_bytes // self._longest_token, len(messages))
@@ -246,8 +221,11 @@ class ChatHistory:
         the template renders earlier messages. The result is None if the template rejects the
         placeholder chat or does not end its assistant message with an end-of-sequence id.
         """
-        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
-        chat += [message.to_template_message() for message in new_messages]
+        chat: list[ChatMessage] = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": "!"},
+            *new_messages,
+        ]
         try:
             ids = self._tokenizer.render_prompt(chat, tools, num_skipped=2)
         except ValueError:
@@ -276,7 +254,7 @@ def _compute_prefix_digests(
     state = hashlib.sha256(json.dumps([session, list(tools)], sort_keys=True).encode())
     digests = []
     for message in messages:
-        text = message.match_key.encode()
+        text = compute_match_key(message).encode()
         state.update(len(text).to_bytes(8, "big") + text)
         digests.append(state.digest())
     return digests

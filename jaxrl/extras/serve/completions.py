@@ -55,10 +55,9 @@ def build_chat_response(completion: Completion) -> dict[str, Any]:
     for index, choice in enumerate(completion.choices):
         chunk = choice.merge_chunks()
         reply, reason = completion.store_choice(choice)
-        message: dict[str, Any] = {"role": "assistant", "content": reply.content}
-        if reply.calls:
-            message["content"] = reply.content or None
-            message["tool_calls"] = _format_tool_calls(completion, reply, index)
+        message = dict(reply)
+        if calls := _format_tool_calls(completion, reply, index):
+            message |= {"content": reply["content"] or None, "tool_calls": calls}
         item = {"index": index, "message": message, "logprobs": None, "finish_reason": reason}
         choices.append({**item, **_format_token_fields(completion, chunk)})
     response = {**_build_common_fields(completion, "chat.completion"), "choices": choices}
@@ -90,7 +89,7 @@ async def stream_chat(completion: Completion) -> AsyncIterator[Event]:
             text = decoder.add_chunk(chunk)
             if chunk.finish_reason:
                 reply, reason = completion.store_choice(choice)
-                text = reply.content if has_tools else text
+                text = reply["content"] if has_tools else text
                 calls = _format_tool_calls(completion, reply, index)
                 if calls:
                     delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
@@ -144,9 +143,9 @@ def _format_tool_calls(
     completion: Completion, reply: ChatMessage, index: int
 ) -> list[dict[str, Any]]:
     calls = []
-    for number, call in enumerate(reply.calls):
-        arguments = json.dumps(call.arguments, ensure_ascii=False)
-        function = {"name": call.name, "arguments": arguments}
+    for number, call in enumerate(reply.get("tool_calls", ())):
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        function = {"name": call["function"]["name"], "arguments": arguments}
         id = f"call_{completion.id[:16]}_{index}_{number}"
         calls.append({"id": id, "type": "function", "function": function})
     return calls

@@ -219,10 +219,11 @@ class Completion:
         message = parse_reply(self.model.decode_text(chunk), tools)
         token_ids = [*self.request.prompt_ids, *chunk.token_ids]
         self.model.history.store(self.session, [*body.build_chat(), message], tools, token_ids)
+        if "tool_calls" not in message:
+            return message, chunk.finish_reason
         if not body.parallel_tool_calls:
-            message = dataclasses.replace(message, calls=message.calls[:1])
-        has_calls = bool(message.calls) and chunk.finish_reason == STOP
-        return message, "tool_calls" if has_calls else chunk.finish_reason
+            message = {**message, "tool_calls": message["tool_calls"][:1]}
+        return message, "tool_calls" if chunk.finish_reason == STOP else chunk.finish_reason
 
 
 def derive_sample_key(seed: int | None, index: int) -> np.ndarray:

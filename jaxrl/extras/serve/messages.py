@@ -47,11 +47,12 @@ def build_messages_response(completion: Completion) -> dict[str, Any]:
     request, chunk = completion.request, choice.merge_chunks()
     reply, reason = completion.store_choice(choice)
     content: list[dict[str, Any]] = []
-    if reply.content or not reply.calls:
-        content.append({"type": "text", "text": reply.content})
-    for number, call in enumerate(reply.calls):
-        id = f"toolu_{completion.id[:16]}_{number}"
-        content.append({"type": "tool_use", "id": id, "name": call.name, "input": call.arguments})
+    functions = [call["function"] for call in reply.get("tool_calls", ())]
+    if reply["content"] or not functions:
+        content.append({"type": "text", "text": reply["content"]})
+    for number, function in enumerate(functions):
+        block = {"type": "tool_use", "id": f"toolu_{completion.id[:16]}_{number}"}
+        content.append({**block, "name": function["name"], "input": function["arguments"]})
     stop_string = None
     if chunk.finish_reason == STOP:  # a stop id, or a stop string after the text
         rest = completion.model.decode_bytes(chunk.token_ids)[chunk.text_bytes :]

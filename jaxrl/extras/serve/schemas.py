@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from jaxrl.extras.serve.chats import ChatMessage, ToolCall, parse_arguments
+from jaxrl.extras.serve.chats import ChatMessage, make_tool_call, parse_arguments
 from jaxrl.extras.serve.errors import RequestError
 
 MAX_STOPS, MAX_CHOICES = 16, 128
@@ -215,16 +215,15 @@ class MessageParam(RequestModel, extra="allow"):
 
     def to_message(self) -> ChatMessage:
         """Convert the message for the chat history."""
-        calls = [
-            ToolCall(name=call.function.name, arguments=call.function.arguments, id=call.id)
-            for call in self.tool_calls
-        ]
-        return ChatMessage(
-            role="system" if self.role == "developer" else self.role,
-            content=join_text(self.content),
-            calls=tuple(calls),
-            extra=self.model_extra or {},
-        )
+        role = "system" if self.role == "developer" else self.role
+        message: ChatMessage = {"role": role, "content": join_text(self.content)}
+        message |= self.model_extra or {}
+        if self.tool_calls:
+            message["tool_calls"] = [
+                make_tool_call(call.function.name, call.function.arguments, call.id)
+                for call in self.tool_calls
+            ]
+        return message
 
 
 class FunctionDefinition(RequestModel):
@@ -321,23 +320,22 @@ class AnthropicMessage(RequestModel, extra="forbid"):
     def to_messages(self) -> list[ChatMessage]:
         """Convert to chat-history messages: one per tool result or series of text blocks."""
         if self.role == "assistant":
-            calls = tuple(
-                ToolCall(name=block.name, arguments=block.input, id=block.id)
-                for block in self.content
-                if isinstance(block, ToolUseBlock)
-            )
-            text = join_text(self.content)
-            return [ChatMessage(role="assistant", content=text, calls=calls)]
+            message: ChatMessage = {"role": "assistant", "content": join_text(self.content)}
+            blocks = [block for block in self.content if isinstance(block, ToolUseBlock)]
+            if blocks:
+                message["tool_calls"] = [make_tool_call(b.name, b.input, b.id) for b in blocks]
+            return [message]
         messages: list[ChatMessage] = []
         for block in self.content:
             if isinstance(block, ToolResultBlock):
-                extra, text = {"tool_call_id": block.tool_use_id}, join_text(block.content)
-                messages.append(ChatMessage(role="tool", content=text, extra=extra))
-                continue
-            text = join_text([block])
-            if messages and messages[-1].role == "user":
-                text = messages.pop().content + text
-            messages.append(ChatMessage(role="user", content=text))
+                text = join_text(block.content)
+                messages.append(
+                    {"role": "tool", "content": text, "tool_call_id": block.tool_use_id}
+                )
+            elif messages and messages[-1]["role"] == "user":
+                messages[-1]["content"] += join_text([block])
+            else:
+                messages.append({"role": "user", "content": join_text([block])})
         return messages
 
 
@@ -384,7 +382,7 @@ class CountTokensRequest(ReplyFields):
         """Convert the messages for the chat history, with the system message first."""
         chat = [message for body in self.messages for message in body.to_messages()]
         if self.system is not None:
-            chat.insert(0, ChatMessage(role="system", content=join_text(self.system)))
+            chat.insert(0, {"role": "system", "content": join_text(self.system)})
         return chat
 
     def get_template_tools(self) -> Sequence[Any]:
