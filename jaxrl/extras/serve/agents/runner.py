@@ -48,15 +48,13 @@ def load_function(name: str) -> Callable[..., Any]:
     """Load a function named `module.function`, `module:function` or `path/file.py:function`.
 
     Raises:
-        ImportError, AttributeError, TypeError: The function does not exist.
+        OSError, ImportError, AttributeError, ValueError, TypeError: The function does not exist.
     """
     file, _, attribute = name.rpartition(":")
-    if attribute.endswith(".py"):
-        raise ImportError(f"{name} names no function; expected {name}:FUNCTION")
     if file.endswith(".py"):
         spec = importlib.util.spec_from_file_location("jaxrl_agent_" + Path(file).stem, file)
-        if spec is None or spec.loader is None or not Path(file).is_file():
-            raise ImportError(f"there is no file {os.path.abspath(file)}")
+        assert spec is not None
+        assert spec.loader is not None
         # Search the file's folder last, so that its modules do not shadow libraries.
         sys.path.append(os.path.dirname(os.path.abspath(file)))
         module = importlib.util.module_from_spec(spec)
