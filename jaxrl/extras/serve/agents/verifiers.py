@@ -314,16 +314,12 @@ def iter_records(
     """Yield the tasks of an environment as jaxrl task records.
 
     Raises:
-        ValueError: The taskset is infinite and `num_tasks` is None, or tasks have a field that is
-            excluded from JSON.
+        ValueError: The taskset is infinite and `num_tasks` is None.
     """
     taskset = load_env(environment, arguments).taskset
     environment = make_importable(environment)
     if not taskset.bounded and num_tasks is None:
         raise ValueError(f"the taskset {environment} is infinite; expected --num=N.")
-    fields = type(taskset).task_type().data_type().model_fields
-    if excluded := [name for name, field in fields.items() if field.exclude]:
-        raise ValueError(f"its tasks exclude {', '.join(excluded)} from JSON; expected all fields.")
     for task in itertools.islice(taskset, num_tasks):
         data = task.data.model_dump(mode="json", exclude_defaults=True)
         prompt = data.get("prompt")
