@@ -97,14 +97,10 @@ class BubblewrapTool(Tool):
         try:
             output = self.run("print(6 * 7)")
         except ToolError as error:
-            raise ValueError(f"{error}. {self.setup_hint}") from error
+            output = str(error)
         if output != "42":
-            raise ValueError(f"the sandbox returns {output!r} for print(6 * 7). {self.setup_hint}")
-
-    @property
-    def setup_hint(self) -> str:
-        """Instructions for machines on which the sandbox does not work."""
-        return _SETUP_HINT + _ROOT_SETUP_HINT * _is_host_root()
+            hint = _SETUP_HINT + _ROOT_SETUP_HINT * _is_host_root()
+            raise ValueError(f"the sandbox returns {output!r} for print(6 * 7). {hint}")
 
     def list_fds(self) -> tuple[int, ...]:
         """Return the file descriptors that the command of `build_command` needs."""
@@ -194,19 +190,19 @@ class BubblewrapTool(Tool):
     def _read_output(self, child: ChildProcess, deadline: float, is_retry: bool) -> str | None:
         kill_reason = self._wait_or_kill(child, deadline)
         status = child.wait(_KILL_TIMEOUT_S)
-        if kill_reason == "late" and is_retry:  # possibly before the code started
+        if kill_reason == TIMEOUT and is_retry:  # possibly before the code started
             return TIMEOUT
         # Text before `READY` is a sandbox error; text after it is an error of the code.
         before, _, error = child.stderr_buffer.partition(READY)
         if before or not child.stderr_buffer.startswith(READY):
-            if kill_reason == "late":
+            if kill_reason == TIMEOUT:
                 raise ToolError("the Python sandbox failed: it did not start in time")
             startup_error = (
                 child.stderr_buffer.decode("utf-8", "replace").strip() or f"status {status}"
             )
             raise ToolError(f"the Python sandbox failed: {startup_error[:MAX_ERROR]}")
         if kill_reason:
-            return TIMEOUT if kill_reason == "late" else MEMORY
+            return kill_reason
         text = child.stdout_buffer.decode("utf-8", "replace")
         if status == 0:
             return text.strip("\n") or self.blank
@@ -222,9 +218,9 @@ class BubblewrapTool(Tool):
         """Wait for the process; kill it at time `deadline`, or if it prints too much.
 
         Returns:
-            "late" or "much" (too much output) if it was killed, else "".
+            `TIMEOUT`, `MEMORY` (too much output), or "" if it was not killed.
         """
-        kill_reason = "much"
+        kill_reason = MEMORY
         try:
             if not child.read_until(
                 lambda: len(child.stdout_buffer) > self._max_output, deadline - time.monotonic()
@@ -233,7 +229,7 @@ class BubblewrapTool(Tool):
                 child.wait(max(deadline - time.monotonic(), 0))
                 return ""
         except ChildTimeoutError:
-            kill_reason = "late"
+            kill_reason = TIMEOUT
         child.kill()
         with contextlib.suppress(ChildTimeoutError):
             child.read_until(lambda: False, _KILL_TIMEOUT_S)

@@ -458,7 +458,7 @@ def wait_until(is_so, seconds=10):
 
 def test_a_sandbox_that_does_not_work_is_refused_with_the_reason(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(ValueError, match=r"no program bwrap\. bubblewrap needs its .*monty"):
+    with pytest.raises(ValueError, match=r"no program bwrap'.* bubblewrap needs its .*monty"):
         BubblewrapTool()
 
 
