@@ -253,7 +253,6 @@ def test_no_message_shows_a_part_of_a_key(monkeypatch, key, before):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"provider": "bing"}, "config.search.web.provider is 'bing'; expected one of serper, "),
         ({"provider": "brave", "topk": 21}, "config.search.web.topk is 21; brave gives at most 20"),
         ({"key_env": f"{KEY}-1"}, "the environment variable that config.search.web.key_env names"),
         ({"url": f"http://{KEY}@host"}, "config.search.web.url contains a user or a password"),

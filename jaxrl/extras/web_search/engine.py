@@ -99,11 +99,6 @@ class WebSearch(DocumentSearch):
         Raises:
             ValueError: A setting is invalid, or the environment variable is not set.
         """
-        if provider not in PROVIDERS:
-            names = ", ".join(PROVIDERS)
-            raise ValueError(
-                f"config.search.web.provider is {provider!r}; expected one of {names}."
-            )
         self._provider = PROVIDERS[provider]
         if topk > self._provider.max_topk:
             raise ValueError(

@@ -6,7 +6,8 @@ from jaxrl.config.keys import FREE, Key, Rule
 
 # fmt: off
 KEYS = {
-    "search.web.provider": Key("serper", "`serper`, `brave`, `tavily` or `searxng`."),
+    "search.web.provider": Key("serper", "`serper`, `brave`, `tavily` or `searxng`.",
+        one_of=("serper", "brave", "tavily", "searxng")),
     "search.web.url": Key("", "Address of your own service, such as SearXNG. Empty: the "
         "provider's.", restart=FREE),
     "search.web.topk": Key(3, "Results per query.", above=0),
