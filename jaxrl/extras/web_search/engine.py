@@ -172,9 +172,7 @@ def _extract_brave_results(response: Mapping[str, Any]) -> list[Any]:
     web = response.get("web")
     if web is None and response.get("type") == "search":
         return []
-    if not isinstance(web, dict):
-        raise ValueError(f'an object with {sorted(response)[:8]}; expected "web"')
-    return _get_result_list(web, "results")
+    return _get_result_list(web if isinstance(web, dict) else response, "results")
 
 
 def _parse_brave_hit(result: Any) -> Hit:
@@ -229,18 +227,17 @@ def _parse_hit(result: Any, address: str, text: str) -> Hit:
     """Parse a result. Missing fields count as empty.
 
     Raises:
-        ValueError: The result is not an object, a field is not text, or title and text are empty.
+        ValueError: The result is not an object of texts, or title and text are empty.
     """
-    if not isinstance(result, dict):
-        raise ValueError(f"a {type(result).__name__} as a result; expected an object")
-    texts = []
-    for name in (address, "title", text):
-        value = result.get(name)
-        if value is not None and not isinstance(value, str):
-            raise ValueError(f"a {type(value).__name__} as {name!r} of a result; expected text")
-        texts.append(" ".join(fix_surrogates((value or "")[:MAX_FIELD_CHARS]).split()))
-    if not any(texts[1:]):
-        raise ValueError(f"a result with {sorted(result)[:8]}; expected 'title' or {text!r}")
+    names = (address, "title", text)
+    values = [result.get(name) for name in names] if isinstance(result, dict) else [result]
+    texts = [
+        " ".join(fix_surrogates((value or "")[:MAX_FIELD_CHARS]).split())
+        for value in values
+        if value is None or isinstance(value, str)
+    ]
+    if len(texts) < len(names) or not any(texts[1:]):
+        raise ValueError(f"a result {result!r:.200}; expected an object with texts in {names}")
     return Hit(Document(*texts), to_finite_float(result.get("score")))
 
 
