@@ -86,7 +86,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         num_failed = answer_questions(arguments, parse_overrides(overrides), display)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OutageError) as error:
-        display.stop()
         sys.exit(format_error_line(error))
     finally:
         display.stop()

@@ -65,7 +65,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         *(OSError, OverflowError, ValueError, KeyError, TypeError, AttributeError),
         ImportError,
     ) as error:
-        display.stop()
         sys.exit(format_error_line(error))
     finally:
         display.stop()
