@@ -246,12 +246,12 @@ class AgentProcesses:
             )
         process.is_ready = True
         threading.Thread(
-            target=self._handle_messages, args=(process,), name="agents", daemon=True
+            target=self._report_ended_episodes, args=(process,), name="agents", daemon=True
         ).start()
         return process
 
-    def _handle_messages(self, process: AgentProcess) -> None:
-        """Call `on_end` for each ended episode of a process until the process exits."""
+    def _report_ended_episodes(self, process: AgentProcess) -> None:
+        """Call `on_end` for each episode that a process reports, until the process exits."""
         try:
             while True:
                 message = process.readline()

@@ -144,7 +144,7 @@ class AgentRollout(BaseRollout):
         self._running: dict[str, _RunningEpisode] = {}
         self._lock, self._wakeup = threading.Lock(), threading.Event()
         self._worker: Worker | None = None
-        self._processes = AgentProcesses(env.settings, _make_weak_callback(self._handle_exit))
+        self._processes = AgentProcesses(env.settings, _make_weak_callback(self._record_end))
         self._servers: list[Server] = []  # empty before the first rollout
         self._listener = bind_port(env.settings.host, env.settings.port, key="that of each episode")
         # Stop the threads of the server and the agents when this object is deleted, or at exit.
@@ -350,7 +350,7 @@ class AgentRollout(BaseRollout):
                 self._processes.stop(key)
         self._processes.kill_unresponsive()
 
-    def _handle_exit(self, key: str, reward: Any, error: str) -> None:
+    def _record_end(self, key: str, reward: Any, error: str) -> None:
         """Record the result of a finished agent. Called on other threads."""
         with self._lock:
             episode = self._running.pop(key, None)

@@ -85,7 +85,7 @@ async def play(
             f"task {task.get('id')!r} has no metadata.verifiers; expected a record written by "
             f"`python {Path(__file__).name} {environment}`."
         )
-    env = await get_environment(environment, arguments or {})
+    env = await open_environment(environment, arguments or {})
     task_class = type(env.taskset).task_type()
     vf_task = task_class(task_class.data_type().model_validate(data), env.config.taskset.task)
     renderer = {"name": renderer} if isinstance(renderer, str) else renderer
@@ -137,7 +137,7 @@ def find_policy_trace(episode: Any, base_url: str) -> Any:
     return traces[0]
 
 
-async def get_environment(environment: str, arguments: Mapping[str, Any]) -> Any:
+async def open_environment(environment: str, arguments: Mapping[str, Any]) -> Any:
     """Return an environment whose servers are running; it is loaded once per event loop."""
     loop = asyncio.get_running_loop()
     loaded = _environments.setdefault(loop, {})
