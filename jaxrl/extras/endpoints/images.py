@@ -53,15 +53,15 @@ def format_part(encoded_image: Picture, url: str) -> dict[str, Any]:
     OpenAI's API does not accept videos; vLLM and SGLang accept `video_url`
     (https://docs.vllm.ai/en/stable/features/multimodal_inputs.html).
     """
-    kind = "video_url" if isinstance(encoded_image, Video) else "image_url"
-    return {"type": kind, kind: {"url": url}}
+    part_type = "video_url" if isinstance(encoded_image, Video) else "image_url"
+    return {"type": part_type, part_type: {"url": url}}
 
 
 def make_data_url(encoded_image: Picture) -> str:
     """Encode a PNG or JPEG image, or a video file, as a `data:` URL."""
     data = encoded_image.read()
     if isinstance(encoded_image, Video):
-        kind = mimetypes.guess_type(encoded_image.path)[0] or "video/mp4"
+        media_type = mimetypes.guess_type(encoded_image.path)[0] or "video/mp4"
     else:
-        kind = "image/jpeg" if data.startswith(b"\xff\xd8") else "image/png"
-    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+        media_type = "image/jpeg" if data.startswith(b"\xff\xd8") else "image/png"
+    return f"data:{media_type};base64,{base64.b64encode(data).decode()}"

@@ -262,7 +262,7 @@ class Judge:
 
 @dataclass(eq=False, kw_only=True)
 class _JudgeCall:
-    """A judge call for one episode."""
+    """Judge call for one episode."""
 
     judge: Judge
     prompt: str

@@ -363,9 +363,9 @@ class ChatRollout(BaseRollout):
         tags = sorted({image.tag for image in images})
         for message in opening:
             content: Content = message["content"]
-            parts = split_at_tags(message["content"], tags)
-            if any(tag in parts for tag in tags):
-                content = [images.pop(0) if part in tags else part for part in parts]
+            texts = split_at_tags(message["content"], tags)
+            if any(tag in texts for tag in tags):
+                content = [images.pop(0) if text in tags else text for text in texts]
             prompt.append({**message, "content": content})
         return prompt
 
@@ -434,8 +434,8 @@ class ChatRollout(BaseRollout):
 def _derive_seed(sampling: SamplingConfig, draw: Draw, sample: Sample) -> int:
     """Derive a 31-bit seed from a turn's position in the run."""
     seeds = sampling.seeds
-    parts = (
+    position = (
         *(seeds.seed, seeds.stage, seeds.step, draw.stream_index, sample.sample_index),
         *(draw.attempt, len(sample.episode.turns)),
     )
-    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4]) >> 1
+    return int.from_bytes(hashlib.sha256(repr(position).encode()).digest()[:4]) >> 1

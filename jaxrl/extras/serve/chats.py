@@ -251,10 +251,10 @@ def _compute_prefix_digests(
     session: str, messages: Sequence[ChatMessage], tools: Tools
 ) -> list[bytes]:
     """Return the digest of each non-empty prefix of a chat, shortest first."""
-    state = hashlib.sha256(json.dumps([session, list(tools)], sort_keys=True).encode())
+    hasher = hashlib.sha256(json.dumps([session, list(tools)], sort_keys=True).encode())
     digests = []
     for message in messages:
         text = compute_match_key(message).encode()
-        state.update(len(text).to_bytes(8, "big") + text)
-        digests.append(state.digest())
+        hasher.update(len(text).to_bytes(8, "big") + text)
+        digests.append(hasher.digest())
     return digests

@@ -130,10 +130,10 @@ class StreamDecoder:
         return self._decoder.decode(new, final=bool(chunk.finish_reason))
 
 
-def _build_common_fields(completion: Completion, kind: str) -> dict[str, Any]:
+def _build_common_fields(completion: Completion, object_type: str) -> dict[str, Any]:
     return {
         "id": f"chatcmpl-{completion.id}",
-        "object": kind,
+        "object": object_type,
         "created": completion.created,
         "model": completion.model.name,
     }

@@ -46,13 +46,13 @@ class RequestError(Exception):
 
     def build_body(self, *, is_anthropic: bool) -> dict[str, Any]:
         """Return the response body in OpenAI's or Anthropic's format."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        kind = _TYPES.get(self.status, kind)
+        error_type = "invalid_request_error" if self.status < 500 else "server_error"
+        error_type = _TYPES.get(self.status, error_type)
         if is_anthropic:
-            kind = "api_error" if self.status == 500 else kind
+            error_type = "api_error" if self.status == 500 else error_type
             message = escape_control_chars(self.anthropic_message or str(self))
-            return {"type": "error", "error": {"type": kind, "message": message}}
-        fields = {"type": kind, "param": self.param, "code": self.code}
+            return {"type": "error", "error": {"type": error_type, "message": message}}
+        fields = {"type": error_type, "param": self.param, "code": self.code}
         return {"error": {"message": escape_control_chars(str(self)), **fields}}
 
 

@@ -96,8 +96,8 @@ def parse_value(value: Any, model: type[RequestType]) -> RequestType:
 
 def _make_request_error(error: ValidationError) -> RequestError:
     first_error = error.errors(include_url=False, include_context=False)[0]
-    parts = (f"[{p}]" if isinstance(p, int) else f".{p}" for p in first_error["loc"])
-    param = "".join(parts).removeprefix(".")
+    location = (f"[{p}]" if isinstance(p, int) else f".{p}" for p in first_error["loc"])
+    param = "".join(location).removeprefix(".")
     is_missing = first_error["type"] == "missing"
     received = "missing" if is_missing else shorten_repr(first_error["input"])
     message = f"{param or 'the body'} is {received}. {first_error['msg']}."
@@ -241,9 +241,9 @@ class ToolParam(RequestModel):
     function: FunctionDefinition
 
 
-def _validate_tool(value: Any, handler: Any) -> Any:
+def _validate_tool(value: Any, validate: Any) -> Any:
     """Validate a tool, but return the client's object to preserve the order of its fields."""
-    handler(value)
+    validate(value)
     return {name: item for name, item in value.items() if item is not None}
 
 
@@ -387,8 +387,8 @@ class CountTokensRequest(ReplyFields):
 
     def get_template_tools(self) -> Sequence[Any]:
         """Return the tools for the chat template, or none if tool calls are disabled."""
-        is_off = self.tool_choice.type == "none"
-        return [] if is_off else [tool.to_template_tool() for tool in self.tools]
+        is_disabled = self.tool_choice.type == "none"
+        return [] if is_disabled else [tool.to_template_tool() for tool in self.tools]
 
 
 class MessagesRequest(CountTokensRequest):

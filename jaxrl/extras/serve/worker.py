@@ -112,7 +112,7 @@ class GenerationJob:
     on_output: Callable[[OutputChunk], None]
     session: str = ""
     token_ids: list[int] = field(default_factory=list)
-    data: bytearray = field(default_factory=bytearray)  # bytes of the tokens
+    token_bytes: bytearray = field(default_factory=bytearray)  # text of `token_ids`
     num_cached: int = 0
     is_cancelled: bool = False
     yields_until: float = 0.0  # monotonic time until which other jobs have priority
@@ -461,16 +461,16 @@ class Worker:
         ids: list[int] = []
         for token in event.token_ids.tolist():
             ids.append(token)
-            start = len(job.data)
+            start = len(job.token_bytes)
             if token in stop_ids:
                 return ids, STOP, start
-            job.data += self._vocab_bytes[token]
+            job.token_bytes += self._vocab_bytes[token]
             # A stop string may have started in earlier tokens.
-            starts = [job.data.find(stop, max(start - longest + 1, 0)) for stop in stops]
+            starts = [job.token_bytes.find(stop, max(start - longest + 1, 0)) for stop in stops]
             if matches := [position for position in starts if position >= 0]:
                 return ids, STOP, min(matches)
         reason = "" if event.status == decode.RUNNING else LENGTH
-        return ids, reason, len(job.data)
+        return ids, reason, len(job.token_bytes)
 
     def _cache_row(self, request: int, job: GenerationJob) -> None:
         """Cache the row of a finished job if it can continue with another turn."""
@@ -488,7 +488,9 @@ class Worker:
         """Send the final chunk of a job that was cancelled, timed out or failed."""
         self.stats[f"samples_{reason}_total"] += 1
         job.on_output(
-            OutputChunk(finish_reason=reason, text_bytes=len(job.data), num_cached=job.num_cached)
+            OutputChunk(
+                finish_reason=reason, text_bytes=len(job.token_bytes), num_cached=job.num_cached
+            )
         )
 
     def _fail_running_jobs(self, error: Exception) -> None:
