@@ -13,7 +13,6 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -27,8 +26,6 @@ from jaxrl.utils.json_io import parse_json, to_finite_float
 from jaxrl.utils.text import replace_surrogates
 
 CALL_TAG = "<tool_call>"
-MAX_TOOLS = 64
-"""Number of tool lists to cache checks of. A check renders the template."""
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -148,7 +145,7 @@ class ChatHistory:
         self._longest_token = max(map(len, tokenizer.vocab_bytes))
         self._ids_by_digest: LRUCache[bytes, np.ndarray] = LRUCache(max_tokens, getsizeof=len)
         self._lock = threading.Lock()
-        self._check_tools = lru_cache(MAX_TOOLS)(self._check_template)
+        self._writes_calls: bool | None = None  # None until a request has tools
 
     def build_prompt(
         self, session: str, messages: Sequence[ChatMessage], tools: Tools
@@ -163,7 +160,7 @@ class ChatHistory:
         try:
             check_result_order(messages)
             if tools:
-                self._check_tools(json.dumps(tools))
+                self._check_template(tools)
             stored_ids, new_messages = self._find_longest_match(session, messages, tools)
             if stored_ids is not None:
                 new = self._render_suffix(stored_ids, new_messages, tools)
@@ -236,11 +233,12 @@ class ChatHistory:
         # Skip the end-of-sequence id if the model sampled it.
         return ids[int(stored_ids[-1]) in eos_ids :]
 
-    def _check_template(self, tools: str) -> None:
+    def _check_template(self, tools: Tools) -> None:
         """Raise a ValueError if the template ignores tools or uses a different call format."""
-        chat = [{"role": "user", "content": "?"}]
-        ids = self._tokenizer.render_prompt(chat, json.loads(tools))
-        if CALL_TAG not in self._tokenizer.decode(ids):
+        if self._writes_calls is None:
+            ids = self._tokenizer.render_prompt([{"role": "user", "content": "?"}], tools)
+            self._writes_calls = CALL_TAG in self._tokenizer.decode(ids)
+        if not self._writes_calls:
             raise ValueError(
                 f"the chat template does not write tool calls as {CALL_TAG}, the only format that "
                 "this server parses; leave tools out."
