@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import base64
 import contextlib
 import json
@@ -30,6 +31,9 @@ from jaxrl.utils.secrets import redact, register_secret
 
 _INVALID_PARAMS = -32602
 """JSON-RPC error code for invalid arguments."""
+
+_CLOSE_S = 5.0
+"""Seconds to wait for connections to close at exit."""
 
 _STDERR_BYTES = 2**16
 _STDERR_CHARS = 500
@@ -235,6 +239,7 @@ class _Connection:
         self.client: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._closing = asyncio.Event()
         self.task = asyncio.create_task(self._keep_open(client_context))
+        _CONNECTIONS.add(self)
 
     @property
     def is_open(self) -> bool:
@@ -263,6 +268,24 @@ class _Connection:
         self._closing.set()
         if not self.client.done():
             self.task.cancel()
+
+
+_CONNECTIONS: weakref.WeakSet[_Connection] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close all connections at exit, so that servers do not keep running."""
+    tasks = [connection.task for connection in _CONNECTIONS if not connection.task.done()]
+    for connection in _CONNECTIONS:
+        connection.close()
+
+    async def wait_for_tasks() -> None:
+        await asyncio.wait(tasks)
+
+    if tasks:
+        with contextlib.suppress(Exception):
+            asyncio.run_coroutine_threadsafe(wait_for_tasks(), get_event_loop()).result(_CLOSE_S)
 
 
 def _read_secret(name: str) -> str:
