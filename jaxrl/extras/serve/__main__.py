@@ -77,7 +77,10 @@ def serve(arguments: argparse.Namespace, overrides: Sequence[str], display: Disp
         OSError, ValueError: A flag is invalid, the model cannot be loaded, or the server fails.
         ImportError: The dependencies of the server are not installed.
     """
-    # Check the key and bind the port first, since loading the model is slow.
+    # Check the flags and bind the port first, since loading the model is slow.
+    for name in ("rows", "queue", "deadline_s"):
+        if not getattr(arguments, name) > 0:
+            raise ValueError(f"--{name}={getattr(arguments, name)}; expected a positive number.")
     key = os.environ.get(arguments.key_env, "").strip()
     if arguments.key_env and not (key and key.isascii()):
         raise ValueError(f"--key_env={arguments.key_env} is not set; expected an ASCII key there.")

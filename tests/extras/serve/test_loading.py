@@ -78,6 +78,7 @@ def test_the_command_samples_as_chat_does_until_a_signal(run, quick_compilation)
     ("flag", "message"),
     [
         ("--port=70000", "port must be 0-65535"),
+        ("--rows=0", "--rows=0"),
         ("--key_env=NOBODY_SET_THIS", "--key_env=NOBODY_SET_THIS"),
         ("--host=0.0.0.0", "--key_env"),
         ("--port=TAKEN", "Address already in use"),
