@@ -32,7 +32,7 @@ from jaxrl.sampling.sample_keys import derive_context_key, derive_sample_keys
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.sampling.trajectory import Sample
 from jaxrl.types import Draw, Group
-from jaxrl.utils.concurrency import ThreadPool
+from jaxrl.utils.concurrency import run_in_thread
 
 _ABORT_TIMEOUT_S = 5.0
 """Seconds that pending calls have to finish after a rollout is aborted."""
@@ -142,7 +142,6 @@ class Rollout(BaseRollout):
             sample.key = key
         started = [sample for sample in new_samples if sample.episode.outcome is None]
         running |= self._submit_samples(started, sampling)
-        self._threads = ThreadPool()
         try:
             with interruptible(should_stop):
                 self._decode_until_done(groups, running, calls, sampling, should_stop, progress)
@@ -150,8 +149,6 @@ class Rollout(BaseRollout):
             self._engine.clear()
             wait([call.replies for call in calls], timeout=_ABORT_TIMEOUT_S)
             raise
-        finally:
-            self._threads.close()
 
         # Score the finished groups; keep the unfinished and extra ones for a later call.
         finished = [index for index, group in enumerate(groups) if not _has_open_episode(group)]
@@ -235,7 +232,7 @@ class Rollout(BaseRollout):
         episodes = [sample.episode for _, sample, _ in members]
         texts = [text for _, _, text in members]
         deadline = time.monotonic() + (self._schedule.deadline_s or math.inf)
-        replies = self._threads.start(lambda: self._step_episodes(episodes, texts))
+        replies = run_in_thread(lambda: self._step_episodes(episodes, texts))
         return _EnvCall(due=due, members=members, replies=replies, deadline=deadline)
 
     def _select_due_calls(

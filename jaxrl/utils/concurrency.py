@@ -71,46 +71,6 @@ def run_in_thread(work: Callable[[], Result]) -> Future[Result]:
     return future
 
 
-class ThreadPool:
-    """Pool of daemon threads, because starting a thread takes as long as a short call."""
-
-    def __init__(self) -> None:
-        self._lock, self._is_closed = threading.Lock(), False
-        self._idle: list[tuple[threading.Thread, queue.SimpleQueue[Any]]] = []
-
-    def start(self, work: Callable[[], Result]) -> Future[Result]:
-        """Run `work` in an idle or new thread, and return its future."""
-        future: Future[Result] = Future()
-        with self._lock:
-            _, calls = self._idle.pop() if self._idle else self._start_thread()
-        calls.put((future, work))
-        return future
-
-    def _start_thread(self) -> tuple[threading.Thread, queue.SimpleQueue[Any]]:
-        calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-        def work_from_queue() -> None:
-            while call := calls.get():
-                _run_and_set_result(*call)
-                with self._lock:
-                    if self._is_closed:
-                        return
-                    self._idle.append((thread, calls))
-
-        thread = threading.Thread(target=work_from_queue, daemon=True, name="env")
-        thread.start()
-        return thread, calls
-
-    def close(self) -> None:
-        """End idle threads now, and busy threads as soon as their calls return."""
-        with self._lock:
-            self._is_closed = True
-        for _, calls in self._idle:
-            calls.put(None)
-        for thread, _ in self._idle:
-            thread.join()
-
-
 def parallel_map(
     work: Callable[[Item], Result], items: Sequence[Item], *, max_threads: int
 ) -> list[Result]:

@@ -1,17 +1,13 @@
 """The host side of the sampler: reports of chunks, trajectories, and threads."""
 
-import threading
-import time
 from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jaxrl.envs.base import Outcome
 from jaxrl.sampling import decode
 from jaxrl.sampling.trajectory import Sample, to_trajectory
-from jaxrl.utils.concurrency import ThreadPool
 
 
 def test_a_report_reaches_the_host_bit_for_bit():
@@ -59,22 +55,3 @@ def test_a_trajectory_is_made_of_spans_of_one_policy_version():
     assert actual.rollout_logprobs.tolist() == [0, 1, 1.5, 2, 2.5, 3, 3.5, 0, 4, 4.5]
     np.testing.assert_array_equal(actual.rollout_entropies, -actual.rollout_logprobs)
     assert sample.num_sampled == 8
-
-
-def test_threads_are_reused_and_end():
-    threads, go = ThreadPool(), threading.Event()
-    names = [threads.start(threading.get_ident).result() for _ in range(5)]
-    hanging = threads.start(go.wait)
-    failing = threads.start(lambda: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        failing.result()
-    time.sleep(0.05)
-    alive = [thread for thread in threading.enumerate() if thread.name == "env"]
-    assert 2 <= len({*names, *(thread.ident for thread in alive)}) <= 3
-    threads.close()
-    left = [thread for thread in alive if thread.is_alive()]
-    assert len(left) == 1  # close does not wait for it
-    assert not hanging.done()
-    go.set()
-    left[0].join(5)
-    assert not left[0].is_alive()

@@ -1,18 +1,11 @@
 """Calls that fail in any way or never return."""
 
-import queue
 import subprocess
 import sys
 import threading
 import time
-from functools import partial
 
-from jaxrl.utils.concurrency import (
-    ThreadPool,
-    call_once,
-    parallel_map,
-    run_in_thread,
-)
+from jaxrl.utils.concurrency import call_once, parallel_map, run_in_thread
 
 
 def test_items_are_processed_concurrently_in_a_bounded_number_of_threads():
@@ -51,31 +44,3 @@ def test_call_once_makes_one_object_for_concurrent_threads():
 
     results = [future.result() for future in [run_in_thread(make_object) for _ in range(8)]]
     assert len(set(map(id, results))) == 1
-
-
-def test_the_thread_of_a_canceled_call_is_used_again():
-    pool, threads, may_end = ThreadPool(), queue.SimpleQueue(), threading.Event()
-
-    def wait_for_end():
-        threads.put(threading.current_thread())
-        may_end.wait(10)
-
-    call = pool.start(wait_for_end)
-    thread = threads.get(timeout=10)
-    call.cancel()
-    may_end.set()
-
-    def wait_for_others(barrier):
-        barrier.wait(10)
-        return threading.current_thread()
-
-    # Each round needs one thread more, so that it takes every idle one.
-    for count in range(1, 20):
-        barrier = threading.Barrier(count)
-        calls = [pool.start(partial(wait_for_others, barrier)) for _ in range(count)]
-        used = {started.result(10) for started in calls}
-        if thread in used:
-            break
-        time.sleep(0.01)
-    assert thread in used
-    pool.close()
