@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxrl.data.readers.base import ANSWER_KEYS, Reader, Record, UnchangedFile, open_files
 from jaxrl.utils.json_io import is_too_deep, parse_json
-from jaxrl.utils.jsonl import parse_line, reject_other_formats
+from jaxrl.utils.jsonl import parse_line
 
 
 def open_jsonl(source: str, config_key: str) -> Reader:
@@ -33,8 +33,6 @@ class _JsonlReader(Reader):
         self._source = UnchangedFile(path)
         self._offsets, self._line_numbers = array("Q"), array("Q")
         file, offset = self._source.file, 0
-        reject_other_formats(path, file.read(4096))
-        file.seek(0)
         for line_number, line in enumerate(file, start=1):
             if line.strip():
                 self._offsets.append(offset)
