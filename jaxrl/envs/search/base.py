@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -116,37 +115,22 @@ def split_batches(queries: Sequence[str], size: int) -> Iterator[Sequence[str]]:
     return (queries[start : start + size] for start in range(0, len(queries), size))
 
 
-class HitParser:
-    """Parser for hits from a server. Malformed hits are skipped and their number is logged."""
+def parse_valid_hits(items: Iterable[Any], parse_hit: Callable[[Any], Hit]) -> list[Hit]:
+    """Parse a server's hits for one query, skipping those for which `parse_hit` raises ValueError.
 
-    def __init__(self, server: str, log: Callable[[str], None]) -> None:
-        self.count = 0
-        self._server, self._log = server, log
-        self._lock = threading.Lock()
-
-    def parse(self, items: Iterable[Any], parse_hit: Callable[[Any], Hit]) -> list[Hit]:
-        """Parse the hits of one query, skipping those for which `parse_hit` raises a ValueError.
-
-        Raises:
-            ValueError: There are hits, but none can be parsed.
-        """
-        hits: list[Hit] = []
-        errors: list[ValueError] = []
-        for item in items:
-            try:
-                hits.append(parse_hit(item))
-            except ValueError as error:
-                errors.append(error)
-        if errors and not hits:
-            raise errors[0]
-        with self._lock:
-            before, self.count = self.count, self.count + len(errors)
-        if errors and (not before or len(str(self.count)) > len(str(before))):
-            self._log(
-                f"warning: {self._server} gives {errors[-1]}. Hits that cannot be read are "
-                f"skipped ({self.count:,} so far)"
-            )
-        return hits
+    Raises:
+        ValueError: There are hits, but none can be parsed.
+    """
+    hits: list[Hit] = []
+    errors: list[ValueError] = []
+    for item in items:
+        try:
+            hits.append(parse_hit(item))
+        except ValueError as error:
+            errors.append(error)
+    if errors and not hits:
+        raise errors[0]
+    return hits
 
 
 Progress = Callable[[int], None]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 from jaxrl.envs.base import ToolError
-from jaxrl.envs.search.base import Document, DocumentSearch, Hit, HitParser, split_batches
+from jaxrl.envs.search.base import Document, DocumentSearch, Hit, parse_valid_hits, split_batches
 from jaxrl.utils.http_client import (
     ClientLimits,
     HttpRequest,
@@ -52,7 +52,6 @@ class HttpRetriever(DocumentSearch):
         connections: int = 16,
         batch_size: int = 64,
         max_response_mib: float = 64.0,
-        log: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Validate and store the settings. No request is sent yet.
 
@@ -65,7 +64,6 @@ class HttpRetriever(DocumentSearch):
             connections: Maximum number of requests in flight.
             batch_size: Maximum number of queries per request.
             max_response_mib: Maximum size of a response in MiB.
-            log: Callback for warnings about skipped documents.
 
         Raises:
             ValueError: A setting is invalid, or the environment variable is not set.
@@ -80,7 +78,6 @@ class HttpRetriever(DocumentSearch):
         if protocol == "flashrag" and path.rstrip("/").endswith("/search"):
             self._protocol = "flashrag_single"
         self._batch_size = 1 if self._protocol == "flashrag_single" else max(batch_size, 1)
-        self._hit_parser = HitParser(redact_url(self._url), log)
         self._client = JsonClient(
             ClientLimits(timeout_s=timeout_s, connections=connections, max_mib=max_response_mib),
             headers={"Authorization": f"Bearer {secret}"} if secret else {},
@@ -117,7 +114,7 @@ class HttpRetriever(DocumentSearch):
 
     def _parse_result(self, result: Any, topk: int) -> list[Hit] | ToolError:
         try:
-            return parse_hits(result, self._hit_parser)[:topk]
+            return parse_hits(result)[:topk]
         except ValueError as error:
             return self._make_tool_error(error)
 
@@ -155,7 +152,7 @@ def split_response(response: Any, protocol: str, num_queries: int) -> list[Any]:
     raise _make_value_error(response, f"{form}a list for each of {num_queries} queries")
 
 
-def parse_hits(result: Any, hit_parser: HitParser) -> list[Hit]:
+def parse_hits(result: Any) -> list[Hit]:
     """Parse the documents of one query.
 
     Raises:
@@ -163,12 +160,11 @@ def parse_hits(result: Any, hit_parser: HitParser) -> list[Hit]:
     """
     match result:
         case list():
-            return hit_parser.parse(result, _parse_hit)
+            return parse_valid_hits(result, _parse_hit)
         case [list() as documents, list() as scores] if len(documents) == len(scores):
             pairs = zip(documents, scores, strict=True)
-            return hit_parser.parse(
-                ({"document": d, "score": score} for d, score in pairs), _parse_hit
-            )
+            items = ({"document": document, "score": score} for document, score in pairs)
+            return parse_valid_hits(items, _parse_hit)
     raise _make_value_error(result, "a list of documents, or documents and as many scores")
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl.envs.base import ToolError
-from jaxrl.envs.search.base import Document, DocumentSearch, Hit, HitParser
+from jaxrl.envs.search.base import Document, DocumentSearch, Hit, parse_valid_hits
 from jaxrl.utils.http_client import (
     ClientLimits,
     HttpRequest,
@@ -52,15 +52,15 @@ class Provider:
     extract_results: Callable[[Mapping[str, Any]], list[Any]]
     parse_hit: Callable[[Any], Hit]
 
-    def parse_response(self, response: Any, hit_parser: HitParser) -> list[Hit]:
-        """Parse a response into hits, counting skipped results in `hit_parser`.
+    def parse_response(self, response: Any) -> list[Hit]:
+        """Parse a response into hits, skipping invalid results.
 
         Raises:
             ValueError: The response is invalid, or all of its results are invalid.
         """
         if not isinstance(response, dict):
             raise ValueError(f"a {type(response).__name__}; expected an object")
-        return hit_parser.parse(self.extract_results(response), self.parse_hit)
+        return parse_valid_hits(self.extract_results(response), self.parse_hit)
 
 
 class WebSearch(DocumentSearch):
@@ -82,7 +82,6 @@ class WebSearch(DocumentSearch):
         timeout_s: float = 30.0,
         connections: int = 8,
         max_response_mib: float = 16.0,
-        log: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Validate the settings of `config.search.web` without sending a request.
 
@@ -94,7 +93,6 @@ class WebSearch(DocumentSearch):
             timeout_s: Timeout per request, in seconds.
             connections: Maximum number of requests in flight.
             max_response_mib: Maximum size of a response, in MiB.
-            log: Callback that logs a warning about skipped results.
 
         Raises:
             ValueError: A setting is invalid, or the environment variable is not set.
@@ -108,7 +106,6 @@ class WebSearch(DocumentSearch):
         self.topk = topk
         self._url = (url or self._provider.url).rstrip("/")
         check_url("search.web.url", self._url)
-        self._hit_parser = HitParser(redact_url(self._url), log)
         variable = key_env or self._provider.key_env
         key = read_api_key("search.web.key_env", variable) if variable else ""
         bounds = ClientLimits(
@@ -139,7 +136,7 @@ class WebSearch(DocumentSearch):
         if isinstance(response, ToolError):
             return response
         try:
-            return self._provider.parse_response(response, self._hit_parser)[:topk]
+            return self._provider.parse_response(response)[:topk]
         except ValueError as error:
             return ToolError(f"{redact_url(self._url)} gives {error}")
 
