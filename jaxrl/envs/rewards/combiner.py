@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,15 +13,19 @@ from numbers import Real
 from typing import Any, Protocol
 
 from jaxrl.envs.base import CallRecord, OutageError, Reward, ScoredEpisode, Task
-from jaxrl.utils.concurrency import DeadlineError, parallel_map, start_calls, start_event_loop
+from jaxrl.utils.concurrency import (
+    DeadlineError,
+    call_once,
+    parallel_map,
+    start_calls,
+    start_event_loop,
+)
 
 MAX_THREADS = 32
 """Maximum number of threads that call sync functions."""
 
 LARGEST_REWARD = (2 - 2.0**-23) * 2.0**127
 """Largest finite float32."""
-
-_RESPONSE_TIMEOUT_S = 1.0  # how long an event loop may take to respond
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,22 +117,10 @@ def to_number(name: str, value: Any) -> float:
     return float(plain)
 
 
-class EventLoop:
-    """Event loop for a run's async reward functions, whose HTTP clients are bound to one loop."""
-
-    def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Schedule a coroutine and return its future."""
-        if self._loop is None:
-            self._loop = start_event_loop("rewards")
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def replace_if_blocked(self) -> None:
-        """Abandon the loop if a coroutine blocks it. The next `submit` starts a new loop."""
-        if wait([self.submit(asyncio.sleep(0))], timeout=_RESPONSE_TIMEOUT_S).not_done:
-            self._loop = None
+@call_once
+def _get_event_loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop of all async reward functions, whose HTTP clients are bound to it."""
+    return start_event_loop("rewards")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +149,6 @@ class RewardCombiner:
     custom_parts: Mapping[str, RewardPart] = field(default_factory=dict)
     correct: str = ""
     deadline_s: float = 600.0
-    _loop: EventLoop = field(default_factory=EventLoop, repr=False)
 
     def __call__(
         self, groups: Sequence[Sequence[ScoredEpisode]]
@@ -233,11 +224,12 @@ class RewardCombiner:
         else:
             sync_futures = iter(list(map(_run_now, plain)))
         futures = [
-            self._loop.submit(_invoke_in_loop(call.call)) if is_async else next(sync_futures)
+            asyncio.run_coroutine_threadsafe(_invoke_in_loop(call.call), _get_event_loop())
+            if is_async
+            else next(sync_futures)
             for call, is_async in zip(calls, are_async, strict=True)
         ]
-        if wait(futures, timeout=self.deadline_s or None).not_done and any(are_async):
-            self._loop.replace_if_blocked()
+        wait(futures, timeout=self.deadline_s or None)
         return [self._get_result(call, future) for call, future in zip(calls, futures, strict=True)]
 
     def _get_result(

@@ -179,13 +179,7 @@ async def awaits(response, answers):
     return 1.0
 
 
-async def blocks(response, answers):
-    if "hang" in response:
-        RELEASE.wait(20)
-    return 1.0
-
-
-@pytest.mark.parametrize("function", [hangs, awaits, blocks])
+@pytest.mark.parametrize("function", [hangs, awaits])
 def test_a_call_that_hangs_is_abandoned_at_the_deadline(function):
     RELEASE.clear()
     combiner = make_combiner({function.__name__: 1.0}, function, deadline_s=0.3)
@@ -194,7 +188,7 @@ def test_a_call_that_hangs_is_abandoned_at_the_deadline(function):
     assert time.monotonic() - start < 5
     assert isinstance(late, DeadlineError)
     assert "within 0.3 s (config.reward.deadline_s)" in str(late)
-    assert function is blocks or good.total == 1.0  # blocking the loop delays the others
+    assert good.total == 1.0
     [[again]] = score(combiner, ["b"])
     assert again.total == 1.0
     RELEASE.set()
