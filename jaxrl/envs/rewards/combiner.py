@@ -272,11 +272,9 @@ class RewardCombiner:
             total = sum(amounts.values())
             # Advantages are float32, so a larger total would become infinite.
             if not abs(total) <= LARGEST_REWARD:
-                name = max(amounts, key=lambda name: abs(amounts[name]))
                 raise ValueError(
-                    f"the reward part {name!r} is {parts[name]:g}, which its weight "
-                    f"{weights[name]:g} in config.reward.weights makes {amounts[name]:g}; expected "
-                    f"a sum of at most {LARGEST_REWARD:.2g}"
+                    f"the weighted reward parts {amounts} sum to {total:g}; expected at most "
+                    f"{LARGEST_REWARD:.2g}"
                 )
         except BaseException as error:
             note = f"of the task {episode.episode.task.id!r}"
