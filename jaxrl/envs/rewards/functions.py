@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
@@ -167,24 +166,22 @@ def _to_list(name: str, result: Any, count: int, unit: str) -> list[Any]:
     """Convert a reward function's return value to a list of `count` values, one per `unit`.
 
     Raises:
-        ValueError: The result is not an ordered collection of `count` values.
+        ValueError: The result is not a list, tuple or array of `count` values.
     """
-    if not isinstance(result, Iterable) or isinstance(result, Mapping | Set | str | bytes):
-        raise ValueError(f"the reward part {name!r} returned {result!r:.200}; expected a list")
-    values = list(itertools.islice(result, count + 1))
-    if len(values) != count:
-        many = f"more than {count}" if len(values) > count else str(len(values))
+    is_list = isinstance(result, list | tuple) or getattr(result, "ndim", 0) == 1
+    if not is_list or len(result) != count:
         raise ValueError(
-            f"the reward part {name!r} returned {many} values for {count} {unit}; expected as many"
+            f"the reward part {name!r} returned {result!r:.200}; expected a list of {count} "
+            f"values, one per {unit}"
         )
-    return values
+    return list(result)
 
 
 def _parse_turns(
     name: str, result: Any, episodes: Sequence[ScoredEpisode]
 ) -> list[RewardPartResult]:
     [item] = episodes
-    values = _to_list(name, result, len(item.episode.turns), "turns")
+    values = _to_list(name, result, len(item.episode.turns), "turn")
     turn_scores = tuple(to_number(name, value) for value in values)
     return [RewardPartResult(score=math.fsum(turn_scores), turns=turn_scores)]
 
@@ -266,7 +263,7 @@ def build_completion_messages(item: ScoredEpisode) -> list[Message]:
 
 
 def _parse_trl(name: str, result: Any, episodes: Sequence[ScoredEpisode]) -> list[RewardPartResult]:
-    values = _to_list(name, result, len(episodes), "completions")
+    values = _to_list(name, result, len(episodes), "completion")
     return [
         RewardPartResult(score=None if item is None else to_number(name, item)) for item in values
     ]
