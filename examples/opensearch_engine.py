@@ -20,9 +20,9 @@ from jaxrl.utils.http_client import (
     HttpRequest,
     JsonClient,
     check_url,
-    fix_surrogates,
     read_api_key,
 )
+from jaxrl.utils.text import replace_surrogates
 
 MAX_WORDS = 500  # per query; a cluster rejects queries with too many clauses
 PERMANENT = (400, 401, 403, 404)  # statuses for which a retry would not help
@@ -84,7 +84,7 @@ class OpenSearch(DocumentSearch):
     def _build_request(self, queries: Sequence[str], topk: int) -> HttpRequest:
         lines: list[dict[str, Any]] = []
         for query in queries:
-            words = list(dict.fromkeys(fix_surrogates(query).split()))[:MAX_WORDS]
+            words = list(dict.fromkeys(replace_surrogates(query).split()))[:MAX_WORDS]
             match = {"query": " ".join(words), "fields": [f"{self._title}^2", self._text]}
             search = {"query": {"multi_match": match | {"type": "cross_fields"}}, "size": topk}
             lines += [{"index": self._index}, search | {"_source": [self._title, self._text]}]
@@ -103,7 +103,7 @@ class OpenSearch(DocumentSearch):
         hits = []
         for hit in response["hits"]["hits"]:
             title, text = (
-                fix_surrogates(hit["_source"][name] or "") for name in (self._title, self._text)
+                replace_surrogates(hit["_source"][name] or "") for name in (self._title, self._text)
             )
             hits.append(Hit(Document(hit["_id"], title.strip(), text.strip()), hit.get("_score")))
         return hits

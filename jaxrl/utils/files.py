@@ -73,10 +73,10 @@ def get_user_cache_folder() -> Path:
 
 @contextmanager
 def open_atomic(path: Path) -> Iterator[TextIO]:
-    """Open a text file that replaces `path` on exit. Lone surrogates become U+FFFD."""
+    """Open a text file that replaces `path` on exit. Lone surrogates become "?"."""
     with (
         atomic_write(path) as temp_path,
-        temp_path.open("w", encoding="utf-8", errors="jaxrl.replaced") as file,
+        temp_path.open("w", encoding="utf-8", errors="replace") as file,
     ):
         yield file
 

@@ -230,13 +230,6 @@ def read_api_key(key: str, variable: str) -> str:
     return secret
 
 
-def fix_surrogates(text: str) -> str:
-    """Join surrogate pairs and replace lone surrogates with U+FFFD."""
-    if text.isascii():
-        return text
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
 def _parse_retry_after_s(headers: Mapping[str, str]) -> float | None:
     """Return the clipped wait in seconds that a server's headers ask for; None without one.
 

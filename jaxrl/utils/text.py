@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import io
 import re
 import sys
@@ -33,19 +32,14 @@ Lao and Khmer.
 _IGNORED = regex.compile(r"[\p{Cf}\p{Default_Ignorable_Code_Point}\p{Me}]")
 
 
-def _handle_encode_error(error: UnicodeError) -> tuple[bytes, int]:
-    assert isinstance(error, UnicodeEncodeError)
-    return "\N{REPLACEMENT CHARACTER}".encode() * (error.end - error.start), error.end
-
-
-codecs.register_error("jaxrl.replaced", _handle_encode_error)
-
-
 def replace_surrogates(text: str) -> str:
-    """Replace lone surrogates, which servers and file names may contain, with U+FFFD."""
+    """Join surrogate pairs and replace lone surrogates with U+FFFD.
+
+    Servers, models and file names may contain them, but UTF-8 cannot encode them.
+    """
     if type(text) is str and text.isascii():
         return text
-    return text.encode("utf-8", "jaxrl.replaced").decode("utf-8")
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def fold_case(text: str) -> str:

@@ -226,4 +226,4 @@ def test_half_a_surrogate_pair_in_an_error_is_replaced(tmp_path):
     failure = dataclasses.replace(failure, turns=(turn,))
     write_trajectories(file, [failure], [{}])
     [line] = file.read_text(encoding="utf-8").splitlines()
-    assert json.loads(line)["turns"][-1]["error"] == "half a \ufffd pair"
+    assert json.loads(line)["turns"][-1]["error"] == "half a ? pair"

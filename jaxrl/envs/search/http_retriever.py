@@ -13,11 +13,11 @@ from jaxrl.utils.http_client import (
     HttpRequest,
     JsonClient,
     check_url,
-    fix_surrogates,
     read_api_key,
     redact_url,
 )
 from jaxrl.utils.json_io import to_finite_float
+from jaxrl.utils.text import replace_surrogates
 
 MAX_TEXT = 100_000
 """Maximum length of a document in characters, far more than an observation shows."""
@@ -86,7 +86,7 @@ class HttpRetriever(DocumentSearch):
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit] | ToolError]:
         """Return the server's documents for each query, or the query's error."""
         groups = [
-            list(b) for b in split_batches(list(map(fix_surrogates, queries)), self._batch_size)
+            list(b) for b in split_batches(list(map(replace_surrogates, queries)), self._batch_size)
         ]
         requests = [
             HttpRequest(url=self._url, body=self._make_request_body(group, topk))
@@ -180,12 +180,11 @@ def _parse_hit(item: Any) -> Hit:
             key, score = fields.get("id"), item.get("score")
             match fields:
                 case {"contents": str() as contents}:
-                    document = Document.from_contents("", fix_surrogates(contents[:MAX_TEXT]))
+                    document = Document.from_contents("", replace_surrogates(contents[:MAX_TEXT]))
                 case {"text": str() as text, **rest} if isinstance(rest.get("title") or "", str):
                     title, text = rest.get("title") or "", text[:MAX_TEXT]
-                    document = Document(
-                        "", fix_surrogates(title).strip(), fix_surrogates(text).strip()
-                    )
+                    title, text = replace_surrogates(title), replace_surrogates(text)
+                    document = Document("", title.strip(), text.strip())
     are_scalars = not any(isinstance(value, bool) for value in (key, score))
     are_scalars &= isinstance(key, str | int | float | None) and isinstance(
         score, int | float | None
@@ -193,6 +192,6 @@ def _parse_hit(item: Any) -> Hit:
     if document is None or not (document.title or document.text) or not are_scalars:
         raise _make_value_error(item, 'a document with "contents", or with "title" and "text"')
     return Hit(
-        document._replace(id="" if key is None else fix_surrogates(str(key))),
+        document._replace(id="" if key is None else replace_surrogates(str(key))),
         to_finite_float(score),
     )

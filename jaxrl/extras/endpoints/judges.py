@@ -23,7 +23,8 @@ from jaxrl.envs.rewards.combiner import RewardPartCall, RewardPartResult
 from jaxrl.envs.search.resilient import ResilientSearch
 from jaxrl.envs.tools.base import CallResult
 from jaxrl.extras.endpoints.completions import EndpointTool, get_first_choice, wrap_endpoint
-from jaxrl.utils.http_client import check_url, fix_surrogates
+from jaxrl.utils.http_client import check_url
+from jaxrl.utils.text import replace_surrogates
 
 _PLACEHOLDER = re.compile(r"\{(question|response|answers)\}")
 SCORE_PATTERN = (
@@ -151,7 +152,7 @@ class JudgeEndpoint(EndpointTool):
         system = [{"role": "system", "content": settings.system}] if settings.system else []
         body = {
             "model": settings.model,
-            "messages": [*system, {"role": "user", "content": fix_surrogates(call)}],
+            "messages": [*system, {"role": "user", "content": replace_surrogates(call)}],
             "temperature": settings.temperature,
             "max_tokens": settings.max_tokens,
             **settings.options,

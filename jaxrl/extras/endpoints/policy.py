@@ -49,7 +49,7 @@ from jaxrl.sampling.step_results import get_images, make_failed_step
 from jaxrl.sampling.trajectory import Sample
 from jaxrl.types import Draw, Group
 from jaxrl.utils.concurrency import MAX_ERROR_CHARS, run_in_thread, start_calls
-from jaxrl.utils.http_client import check_url, fix_surrogates, redact_url
+from jaxrl.utils.http_client import check_url, redact_url
 from jaxrl.utils.text import replace_surrogates
 
 CONTINUE_MESSAGE = "Continue."
@@ -136,11 +136,11 @@ class ChatModel:
         for message in messages:
             content: Any = message["content"]
             if isinstance(content, str):
-                content = fix_surrogates(content)
+                content = replace_surrogates(content)
             else:
                 images += [part for part in content if isinstance(part, Picture)]
                 content = [_format_part(part) for part in content]
-            role = fix_surrogates(message["role"])
+            role = replace_surrogates(message["role"])
             chat.append(
                 {**message, "role": role, "content": content, **_format_tool_calls(message)}
             )
@@ -166,7 +166,7 @@ class ChatModel:
 def _format_part(part: str | Picture) -> dict[str, Any]:
     """Return a message part in OpenAI's format, with image digests to keep recordings small."""
     if isinstance(part, str):
-        return {"type": "text", "text": fix_surrogates(part)}
+        return {"type": "text", "text": replace_surrogates(part)}
     return format_part(part, part.digest)
 
 

@@ -15,11 +15,11 @@ from jaxrl.utils.http_client import (
     HttpRequest,
     JsonClient,
     check_url,
-    fix_surrogates,
     read_api_key,
     redact_url,
 )
 from jaxrl.utils.json_io import to_finite_float
+from jaxrl.utils.text import replace_surrogates
 
 MAX_FIELD_CHARS = 10_000
 """Maximum length of each field of a result, in characters."""
@@ -116,10 +116,10 @@ class WebSearch(DocumentSearch):
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit] | ToolError]:
         """Return the provider's results for each query."""
         num_results, max_words = min(topk, self._provider.max_topk), self._provider.max_words
-        words = [fix_surrogates(query).replace("\0", " ").split()[:max_words] for query in queries]
-        search_queries = [
-            " ".join(query_words)[: self._provider.max_chars] for query_words in words
-        ]
+        search_queries = []
+        for query in queries:
+            words = replace_surrogates(query).replace("\0", " ").split()[:max_words]
+            search_queries.append(" ".join(words)[: self._provider.max_chars])
         numbers = [i for i, query in enumerate(search_queries) if query]
         responses = self._client.send_all(
             [
@@ -229,7 +229,7 @@ def _parse_hit(result: Any, address: str, text: str) -> Hit:
     names = (address, "title", text)
     values = [result.get(name) for name in names] if isinstance(result, dict) else [result]
     texts = [
-        " ".join(fix_surrogates((value or "")[:MAX_FIELD_CHARS]).split())
+        " ".join(replace_surrogates((value or "")[:MAX_FIELD_CHARS]).split())
         for value in values
         if value is None or isinstance(value, str)
     ]
