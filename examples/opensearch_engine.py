@@ -16,7 +16,6 @@ from typing import Any
 from jaxrl.envs.base import ToolError
 from jaxrl.envs.search.base import Document, DocumentSearch, Hit, split_batches
 from jaxrl.utils.http_client import (
-    ClientLimits,
     HttpRequest,
     JsonClient,
     check_url,
@@ -64,8 +63,7 @@ class OpenSearch(DocumentSearch):
         self._url, self._index = f"{url.rstrip('/')}/_msearch", index
         self._title, self._text = fields
         self._batch_size = batch_size
-        bounds = ClientLimits(timeout_s=timeout_s, connections=8, max_mib=256)
-        self._client = JsonClient(bounds, headers=headers)
+        self._client = JsonClient(timeout_s=timeout_s, connections=8, max_mib=256, headers=headers)
 
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit] | ToolError]:
         """Return the documents for each query, or an error."""

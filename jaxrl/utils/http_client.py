@@ -48,15 +48,6 @@ class HttpRequest:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClientLimits:
-    """Limits on seconds per request, requests in flight and MiB per decompressed response."""
-
-    timeout_s: float
-    connections: int
-    max_mib: float
-
-
 class JsonClient:
     """Thread-safe JSON client with pooled connections.
 
@@ -64,20 +55,35 @@ class JsonClient:
     and errors are redacted.
     """
 
-    def __init__(self, limits: ClientLimits, *, headers: Mapping[str, str] | None = None) -> None:
-        self._limits = limits
+    def __init__(
+        self,
+        *,
+        timeout_s: float,
+        connections: int,
+        max_mib: float,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """Create the client. No request is sent yet.
+
+        Args:
+            timeout_s: Timeout of a request in seconds.
+            connections: Maximum number of requests in flight.
+            max_mib: Maximum size of a decompressed response in MiB.
+            headers: Headers of every request.
+        """
+        self._timeout_s, self._max_mib = timeout_s, max_mib
         headers = {"Accept": "application/json", **(headers or {})}
         register_secret(headers.get("Authorization", "").partition(" ")[2])  # may be base64
         pool_limits = httpx2.Limits(
-            max_connections=limits.connections,
-            max_keepalive_connections=limits.connections,
+            max_connections=connections,
+            max_keepalive_connections=connections,
             keepalive_expiry=_KEEP_ALIVE_S,
         )
         # `_fetch` limits the total time; httpx's timeout would limit each read.
         self._client = httpx2.AsyncClient(
             headers=headers, limits=pool_limits, timeout=None, verify=_make_ssl_context()
         )
-        self._semaphore = asyncio.Semaphore(limits.connections)
+        self._semaphore = asyncio.Semaphore(connections)
         weakref.finalize(self, _close_client, self._client).atexit = False
 
     def send_all(self, requests: Sequence[HttpRequest]) -> list[Any | ToolError]:
@@ -105,16 +111,15 @@ class JsonClient:
             return self._make_tool_error(request, f"gives {problem}: {_format_body(body)}")
 
     async def _fetch(self, request: HttpRequest) -> bytes | ToolError:
-        limit_s = self._limits.timeout_s
         async with self._semaphore:
             try:
-                async with asyncio.timeout(limit_s):
+                async with asyncio.timeout(self._timeout_s):
                     return await self._send(request)
             except ToolError as error:
                 return error
             except TimeoutError:
                 return self._make_tool_error(
-                    request, f"gave no complete response within {limit_s:g} s"
+                    request, f"gave no complete response within {self._timeout_s:g} s"
                 )
             except Exception as error:  # network, protocol or address
                 return self._make_tool_error(request, f"failed: {format_error(error)}")
@@ -136,8 +141,8 @@ class JsonClient:
             body = bytearray()
             async for chunk in response.aiter_bytes():
                 body += chunk
-                if len(body) > self._limits.max_mib * 2**20:
-                    text = f"responds with more than {self._limits.max_mib:g} MiB"
+                if len(body) > self._max_mib * 2**20:
+                    text = f"responds with more than {self._max_mib:g} MiB"
                     raise self._make_tool_error(request, text)
             if response.is_success:
                 return bytes(body)

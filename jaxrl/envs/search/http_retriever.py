@@ -9,7 +9,6 @@ from urllib.parse import urlsplit
 from jaxrl.envs.base import ToolError
 from jaxrl.envs.search.base import Document, DocumentSearch, Hit, parse_valid_hits, split_batches
 from jaxrl.utils.http_client import (
-    ClientLimits,
     HttpRequest,
     JsonClient,
     check_url,
@@ -79,7 +78,9 @@ class HttpRetriever(DocumentSearch):
             self._protocol = "flashrag_single"
         self._batch_size = 1 if self._protocol == "flashrag_single" else max(batch_size, 1)
         self._client = JsonClient(
-            ClientLimits(timeout_s=timeout_s, connections=connections, max_mib=max_response_mib),
+            timeout_s=timeout_s,
+            connections=connections,
+            max_mib=max_response_mib,
             headers={"Authorization": f"Bearer {secret}"} if secret else {},
         )
 

@@ -11,7 +11,7 @@ from jaxrl.envs.base import ToolError
 from jaxrl.envs.search.recording import Recording
 from jaxrl.envs.search.resilient import ReplayOnly, ResilientSearch, RetryConfig
 from jaxrl.envs.tools.base import Tool
-from jaxrl.utils.http_client import ClientLimits, HttpRequest, JsonClient, read_api_key
+from jaxrl.utils.http_client import HttpRequest, JsonClient, read_api_key
 
 MAX_REPLY_MIB = 4.0
 _MAX_QUOTED = 200  # characters of a response to quote in an error message
@@ -39,11 +39,9 @@ class EndpointTool(Tool):
             path=f"{url_parts.path.rstrip('/')}/chat/completions"
         ).geturl()
         self._client = JsonClient(
-            ClientLimits(
-                timeout_s=settings.deadline_s,
-                connections=settings.max_concurrent,
-                max_mib=MAX_REPLY_MIB,
-            ),
+            timeout_s=settings.deadline_s,
+            connections=settings.max_concurrent,
+            max_mib=MAX_REPLY_MIB,
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
         )
 

@@ -11,7 +11,6 @@ from typing import Any
 from jaxrl.envs.base import ToolError
 from jaxrl.envs.search.base import Document, DocumentSearch, Hit, parse_valid_hits
 from jaxrl.utils.http_client import (
-    ClientLimits,
     HttpRequest,
     JsonClient,
     check_url,
@@ -108,10 +107,12 @@ class WebSearch(DocumentSearch):
         check_url("search.web.url", self._url)
         variable = key_env or self._provider.key_env
         key = read_api_key("search.web.key_env", variable) if variable else ""
-        bounds = ClientLimits(
-            timeout_s=timeout_s, connections=connections, max_mib=max_response_mib
+        self._client = JsonClient(
+            timeout_s=timeout_s,
+            connections=connections,
+            max_mib=max_response_mib,
+            headers=self._provider.make_headers(key),
         )
-        self._client = JsonClient(bounds, headers=self._provider.make_headers(key))
 
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit] | ToolError]:
         """Return the provider's results for each query."""
