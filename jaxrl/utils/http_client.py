@@ -236,25 +236,15 @@ def read_api_key(key: str, variable: str) -> str:
 
 
 def _parse_retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Return the clipped wait in seconds that a server's headers ask for; None without one.
-
-    Parses Retry-After (RFC 9110, 10.2.3), or the quotas in `X-RateLimit-Remaining` and
-    `X-RateLimit-Reset`, which in Brave's API have one number per window.
-    """
+    """Return the clipped wait in seconds of a Retry-After header (RFC 9110, 10.2.3), or None."""
     value = headers.get("retry-after", "").strip()
     if value.isdecimal():
         return clip_wait_s(float(value))
     try:
         retry_at = email.utils.parsedate_to_datetime(value).replace(tzinfo=datetime.UTC)
-        return clip_wait_s(retry_at.timestamp() - time.time())  # an HTTP date is in GMT
     except (ValueError, OverflowError):
-        pass
-    remaining, resets = (
-        [float(n) if n.strip().isdecimal() else -1.0 for n in headers.get(name, "").split(",")]
-        for name in ("x-ratelimit-remaining", "x-ratelimit-reset")
-    )
-    waits = [reset for count, reset in zip(remaining, resets, strict=False) if count == 0 <= reset]
-    return clip_wait_s(max(waits)) if waits else None
+        return None
+    return clip_wait_s(retry_at.timestamp() - time.time())  # an HTTP date is in GMT
 
 
 @functools.cache
