@@ -211,21 +211,14 @@ class CompiledFunction:
         """Call the function, after compiling `variant` on first use.
 
         Raises:
-            RuntimeError: `variant` is unknown, or was compiled for arguments with other shapes,
-                dtypes or shardings.
+            RuntimeError: `variant` is unknown.
+            TypeError, ValueError: It was compiled for other shapes, dtypes or shardings.
         """
         self._check_variant(variant)
         if variant not in self._programs:
             compile_all([self.make_compile_fn(*args, variant=variant)])
-        try:
-            return self._programs[variant](
-                *(x for i, x in enumerate(args) if i not in self._static_argnums)
-            )
-        except (TypeError, ValueError) as error:
-            raise RuntimeError(
-                f"{self.name} was compiled for other arguments of the variant {variant}: {error} "
-                "This is a bug in jaxrl."
-            ) from error
+        dynamic_args = [x for i, x in enumerate(args) if i not in self._static_argnums]
+        return self._programs[variant](*dynamic_args)
 
     def make_compile_fn(self, *args: Any, variant: Hashable = ()) -> Callable[[], None]:
         """Trace the function for abstract arguments; return a function that compiles it.

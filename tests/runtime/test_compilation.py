@@ -41,7 +41,7 @@ def test_other_variants_and_arguments_are_errors():
         compiled(jnp.ones(4), variant="c")
     compiled(jnp.ones(2), variant="a")
     for changed in (jnp.ones(3), jnp.ones(2, jnp.int32)):
-        with pytest.raises(RuntimeError, match="compiled for other arguments of the variant a"):
+        with pytest.raises(TypeError, match="compiled"):
             compiled(changed, variant="a")
     np.testing.assert_array_equal(compiled(jnp.ones(2), variant="a"), [2.0, 2.0])
 
