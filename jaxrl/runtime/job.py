@@ -49,16 +49,12 @@ def find_job(
     assert coordinator is not None
     assert num_processes is not None
     assert process_id is not None
-    host, colon, port = coordinator.rpartition(":")
-    if not (host and colon and port.isdecimal() and 0 < int(port) < 2**16):
+    host, _, port = coordinator.rpartition(":")
+    if not (host and port.isdecimal() and 0 <= process_id < num_processes):
         raise ValueError(
-            f"--coordinator={coordinator!r}; expected host:port of process 0, the port from 1 to "
-            f"{2**16 - 1}."
-        )
-    if not 0 <= process_id < num_processes:
-        raise ValueError(
-            f"--process_id={process_id} with --num_processes={num_processes}; expected 0 to "
-            f"{num_processes - 1}."
+            f"--coordinator={coordinator} --num_processes={num_processes} "
+            f"--process_id={process_id}; expected host:port of process 0, and an id below the "
+            "number of processes."
         )
     return Job(coordinator=coordinator, num_processes=num_processes, process_id=process_id)
 
