@@ -197,14 +197,10 @@ def lock_folder(folder: Path) -> Iterator[None]:
     """Lock a folder for this process. The OS releases the lock when the process ends.
 
     Raises:
-        ValueError: Another process holds the lock, or the folder cannot be created.
+        ValueError: Another process holds the lock.
+        OSError: The folder cannot be created or written.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except FileNotFoundError as error:  # for example in /proc, although the parent exists
-        raise ValueError(
-            f"--workdir={folder} cannot be created ({error.strerror}); name a folder on a disk."
-        ) from error
+    folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
