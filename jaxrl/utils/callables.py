@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-MAX_ERROR_CHARS = 2000
-"""Maximum length of an exception's first line."""
+from jaxrl.utils.concurrency import MAX_ERROR_CHARS
 
 
 class UserCodeError(ValueError):
