@@ -105,14 +105,13 @@ class LocalSearch(DocumentSearch):
 
         Raises:
             FileNotFoundError: The corpus does not exist.
-            PermissionError: The corpus or index cannot be read, or the index cannot be written.
-            NotADirectoryError: `index` is a file.
+            OSError: The corpus or index cannot be read, or the index cannot be written.
             ValueError: The corpus is malformed or empty, or the index is damaged.
         """
         corpus, index_dir = Path(corpus), get_index_folder(corpus, index)
         self.topk = topk
         self.documents = CorpusDocuments(corpus)
-        check_corpus(corpus, index_dir, section="search.local")
+        check_corpus(corpus, section="search.local")
         # The folder's name depends on content and format, so a stale index is never opened.
         digest = compute_corpus_digest(corpus, index_dir)
         folder = (
@@ -122,8 +121,6 @@ class LocalSearch(DocumentSearch):
             folder,
             lambda: _build_index(corpus, digest, folder, progress),
             lock=index_dir / "lock",
-            corpus=corpus,
-            section="search.local",
         )
         with _convert_index_errors(folder, ValueError):
             tantivy_index = _open_index(folder)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import functools
 import hashlib
@@ -152,25 +151,20 @@ def get_index_folder(corpus: str | Path, index: str | Path = "") -> Path:
     return Path(index) if index else Path(corpus).parent / "index"
 
 
-def check_corpus(corpus: Path, index_dir: Path, *, section: str) -> None:
-    """Check that a corpus exists and that its index folder is not a file.
+def check_corpus(corpus: Path, *, section: str) -> None:
+    """Check that a corpus exists.
 
     Raises:
         FileNotFoundError: The corpus does not exist. The message names the config key in `section`.
-        NotADirectoryError: The index folder is a file.
     """
     if not corpus.is_file():
         raise FileNotFoundError(
             f"there is no corpus at {corpus}; expected a JSONL file with one document per line. "
             f"Set config.{section}.corpus to its path.{suggest_path(corpus)}"
         )
-    if index_dir.exists() and not index_dir.is_dir():
-        raise NotADirectoryError(f"the index folder {index_dir} is a file; name a folder.")
 
 
-def build_index_once(
-    folder: Path, build: Callable[[], None], *, lock: Path, corpus: Path, section: str
-) -> None:
+def build_index_once(folder: Path, build: Callable[[], None], *, lock: Path) -> None:
     """Build an index if it is missing. One process builds it, and the others wait.
 
     Args:
@@ -178,25 +172,14 @@ def build_index_once(
         build: Function that builds the index.
         lock: Lock file next to the folder. The operating system releases the lock when the process
             dies.
-        corpus: JSONL file, for messages.
-        section: Config section of the engine, for messages.
 
     Raises:
-        PermissionError: The folder is not writable.
+        OSError: The folder cannot be written.
     """
     if folder.is_dir():
         return
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        lock_file = lock.open("w")
-    except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise
-        raise PermissionError(
-            f"{folder.parent}, where the index of {corpus} belongs, is not writable: "
-            f"{error.strerror}; set config.{section}.index to another folder."
-        ) from error
-    with lock_file:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("w") as lock_file:
         fcntl.flock(lock_file, fcntl.LOCK_EX)
         if not folder.is_dir():
             build()

@@ -54,7 +54,7 @@ def audit_tasks(
     """
     settings = c.search[c.corpus_section]
     corpus, index = Path(settings.corpus), get_index_folder(settings.corpus, settings.index)
-    check_corpus(corpus, index, section=f"search.{c.corpus_section}")
+    check_corpus(corpus, section=f"search.{c.corpus_section}")
     if c.filter.unanswerable == "drop":
         return _drop_unanswerable_tasks(tasks, corpus, index, workdir, show)
     if not distributed.is_main():

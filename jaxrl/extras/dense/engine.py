@@ -66,7 +66,7 @@ class DenseSearch(DocumentSearch):
         Raises:
             FileNotFoundError: The corpus, encoder or file of precomputed vectors is missing.
             ImportError: The precomputed vectors are a FAISS index, and faiss is not installed.
-            PermissionError, NotADirectoryError: The index folder is not writable.
+            OSError: The index folder cannot be written.
             ValueError: A file is malformed, or corpus, encoder and vectors do not match.
         """
         self.topk = topk

@@ -101,17 +101,15 @@ def open_index(
 
     Raises:
         FileNotFoundError: The corpus is missing.
-        PermissionError, NotADirectoryError: The index folder is not writable.
+        OSError: The index folder cannot be written.
         ValueError: The corpus is malformed, or the index is damaged.
     """
-    check_corpus(spec.corpus, spec.index_dir, section="search.dense")
+    check_corpus(spec.corpus, section="search.dense")
     folder = spec.folder
     build_index_once(
         folder,
         lambda: _build_index(spec, folder, make_reader, progress),
         lock=spec.index_dir / f".{folder.name}.lock",
-        corpus=spec.corpus,
-        section="search.dense",
     )
     try:
         lines = np.load(folder / _LINES, mmap_mode="r")
