@@ -23,18 +23,14 @@ class MockSearch(SearchEngine):
         Raises:
             OSError, ValueError: The file is missing or malformed, or the arguments conflict.
         """
-        if bool(documents) == bool(path):
+        items = read_object(Path(path)) if path else documents
+        is_valid = all(word.strip() and isinstance(text, str) for word, text in items.items())
+        if bool(documents) == bool(path) or not is_valid:
             raise ValueError(
                 f"config.search.mock.documents is {dict(documents)!r:.80} and "
-                f"config.search.mock.path is {path!r}; set exactly one of them."
+                f"config.search.mock.path is {path!r}; set exactly one of them, with a text for "
+                "each keyword, which must not be blank."
             )
-        items = read_object(Path(path)) if path else documents
-        for keyword, text in items.items():
-            if not (keyword.strip() and isinstance(text, str)):
-                raise ValueError(
-                    f"{path or 'config.search.mock.documents'} has the item {keyword!r}: "
-                    f"{text!r:.80}; expected a text for a keyword that is not blank."
-                )
         self._texts = {keyword.casefold(): text for keyword, text in items.items()}
 
     def run(self, query: str, /) -> str:

@@ -35,16 +35,15 @@ def test_a_query_finds_the_texts_of_its_keywords_in_any_case(tmp_path, is_file):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    "settings",
     [
-        ({}, "set exactly one"),
-        ({"documents": DOCUMENTS, "path": "texts.json"}, "set exactly one"),
-        ({"documents": {"paris": 3}}, "expected a text"),
-        ({"documents": {" ": "everything"}}, "not blank"),
+        {},
+        {"documents": {"paris": 3}},
+        {"documents": {" ": "everything"}},
     ],
 )
-def test_other_settings_are_refused(settings, message):
-    with pytest.raises(ValueError, match=rf"config\.search\.mock.*{message}"):
+def test_other_settings_are_refused(settings):
+    with pytest.raises(ValueError, match=r"config\.search\.mock.*set exactly one of them, with"):
         search(mock(**settings))
 
 
