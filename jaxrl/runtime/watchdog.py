@@ -12,25 +12,17 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from jaxrl.runtime.preemption import EXIT_LOST
 
-
-class HasProgress(Protocol):
-    """Protocol for a display that records progress, such as `logs.display.Display`."""
-
-    last_progress_at: float  # time of the last progress, from `time.monotonic`
-    last_activity: str  # description of the last progress
-
-    def log(self, text: str) -> None:
-        """Print a line."""
-        ...
+if TYPE_CHECKING:
+    from jaxrl.logs.display import Display
 
 
 @contextlib.contextmanager
 def watchdog(
-    display: HasProgress,
+    display: Display,
     stall_s: float,
     deadline_s: float = 0.0,
     *,
