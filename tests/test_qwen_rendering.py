@@ -227,7 +227,7 @@ def test_functions_are_rendered_as_the_template_does_and_parsed(is_thinking):
             ours += tokenizer.render_results([result["content"] for result in results], tools)[0]
             schema = tools[0]["function"]["parameters"]
             calls = qwen().read(sampled, ()).calls
-            assert [(call.tool, call.get_arguments(schema)) for call in calls] == [
+            assert [(call.tool, call.parse_arguments(schema)) for call in calls] == [
                 (call["function"]["name"], call["function"]["arguments"])
                 for call in message["tool_calls"]
             ]

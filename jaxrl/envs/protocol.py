@@ -55,7 +55,7 @@ class ParsedCall:
     arguments: str | Mapping[str, Any]
     has_types: bool = True
 
-    def get_arguments(self, schema: Mapping[str, Any]) -> str | Mapping[str, Any]:
+    def parse_arguments(self, schema: Mapping[str, Any]) -> str | Mapping[str, Any]:
         """Return the arguments, with untyped text parsed as JSON unless the schema allows a string.
 
         Text that is not JSON is unchanged. `True`, `False` and `None` are also parsed, because chat

@@ -149,7 +149,7 @@ class SearchEnv(Env):
             names = ", ".join(self._tools)
             return _Call(result=f"error: there is no tool '{parsed_call.tool[:100]}', only {names}")
         try:
-            text = tool.encode_call(parsed_call.get_arguments(tool.parameters))
+            text = tool.encode_call(parsed_call.parse_arguments(tool.parameters))
         except InvalidCallError as error:
             return _Call(result=f"error: {error}")
         except ToolError as error:

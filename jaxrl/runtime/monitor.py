@@ -168,7 +168,7 @@ class Monitor:
     def run(self) -> None:
         """Watch until the monitored process has finished or any process is lost."""
         while self._settings.index not in self._finished:
-            loss = self._handle_event(self._receive_event(HEARTBEAT_INTERVAL_S / 2))
+            loss = self._record_event(self._receive_event(HEARTBEAT_INTERVAL_S / 2))
             loss = loss or self._check_timeouts() or self._check_failure()
             if loss is not None:
                 return self._terminate_process(loss)
@@ -189,8 +189,8 @@ class Monitor:
             self._last_received_at[index] = time.monotonic()
         return index, event
 
-    def _handle_event(self, received: tuple[int, Any] | None) -> ProcessLoss | None:
-        """Handle an event. If it means that a process is lost, return the loss."""
+    def _record_event(self, received: tuple[int, Any] | None) -> ProcessLoss | None:
+        """Record an event; return the loss if the event means that a process is lost."""
         if received is None:
             return None
         index, event = received

@@ -390,7 +390,7 @@ def test_texts_of_functions_become_values_of_the_schema(name, text, value):
     block = f"<function=look-up>\n<parameter={name}>\n{text}\n</parameter>\n</function>"
     turn = f"Thinking.\n</think>\n\n<tool_call>\n{block}\n</tool_call>"
     [call] = parse_tool_calls(turn).calls
-    assert (call.tool, call.get_arguments(SCHEMA)) == ("look-up", {name: value})
+    assert (call.tool, call.parse_arguments(SCHEMA)) == ("look-up", {name: value})
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def parse_reply(text: str, tools: Tools) -> ChatMessage:
         if isinstance(call, MalformedCall):
             return plain
         try:
-            arguments = call.get_arguments(schemas.get(call.tool) or {})
+            arguments = call.parse_arguments(schemas.get(call.tool) or {})
             arguments = map_json(sanitize_scalar, arguments)
         except (ValueError, RecursionError):
             return plain
