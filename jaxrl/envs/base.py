@@ -276,7 +276,6 @@ class Env(Protocol):
 
         `group` omits episodes that ended with an environment error. If this method raises, it is
         called again for each episode separately.
-
         """
 
 

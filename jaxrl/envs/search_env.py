@@ -113,19 +113,19 @@ class SearchEnv(Env):
 
     def _plan_calls(self, episode: Episode, text: str) -> StepResult | list[_Call]:
         """Parse a turn; return its tool calls, or the reply if no tool needs to be called."""
-        reading = self._protocol.read(text, tuple(self._tools))
-        if reading.is_answer:
+        parsed_turn = self._protocol.read(text, tuple(self._tools))
+        if parsed_turn.is_answer:
             abstains = self._protocol.is_abstention(episode.response + text)
             return StepResult(outcome=Outcome.ABSTAINED if abstains else Outcome.ANSWERED)
-        if reading.is_malformed:
+        if parsed_turn.is_malformed:
             return StepResult(outcome=Outcome.MALFORMED)
-        if not reading.calls:
+        if not parsed_turn.calls:
             return StepResult()
         # Blank calls count too, since they get a result like the others.
         num_turns = sum(turn.observation is not None for turn in episode.turns)
         if num_turns >= self._max_turns:
             return StepResult(outcome=Outcome.OUT_OF_BUDGET)
-        calls = [self._resolve_call(parsed_call) for parsed_call in reading.calls]
+        calls = [self._resolve_call(parsed_call) for parsed_call in parsed_turn.calls]
         if self._max_calls:
             num_remaining = self._max_calls - sum(
                 len(get_call_records(turn)) for turn in episode.turns

@@ -216,13 +216,13 @@ class RewardCombiner:
     ) -> list[list[RewardPartResult] | BaseException]:
         """Run async calls in the event loop, and all other calls in threads."""
         are_async = [self.custom_parts[call.part].is_async for call in calls]
-        plain = [
+        sync_calls = [
             c.call.invoke for c, is_async in zip(calls, are_async, strict=True) if not is_async
         ]
         if self.deadline_s:
-            sync_futures = iter(start_calls(plain, max_threads=MAX_THREADS))
+            sync_futures = iter(start_calls(sync_calls, max_threads=MAX_THREADS))
         else:
-            sync_futures = iter(list(map(_run_now, plain)))
+            sync_futures = iter(list(map(_run_now, sync_calls)))
         futures = [
             asyncio.run_coroutine_threadsafe(_invoke_in_loop(call.call), _get_event_loop())
             if is_async

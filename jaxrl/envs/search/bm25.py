@@ -197,9 +197,9 @@ def _open_index(folder: Path) -> Any:
         if "Lockfile" not in str(error):
             raise
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as link_folder:
-        for part in folder.absolute().iterdir():
-            if part.suffix != ".lock":
-                (Path(link_folder) / part.name).symlink_to(part)
+        for file in folder.absolute().iterdir():
+            if file.suffix != ".lock":
+                (Path(link_folder) / file.name).symlink_to(file)
         return tantivy.Index.open(link_folder)
 
 
@@ -217,8 +217,8 @@ def _build_index(corpus: Path, digest: str, folder: Path, progress: Progress) ->
         _write_index(corpus, building, progress)
         source = {"sha256": digest, "format": _get_index_format()}
         (building / "corpus.json").write_text(json.dumps(source), encoding="utf-8")
-        for part in building.iterdir():  # tantivy lets only the owner read some files
-            part.chmod(building.stat().st_mode & 0o666)
+        for file in building.iterdir():  # tantivy lets only the owner read some files
+            file.chmod(building.stat().st_mode & 0o666)
         check_corpus_unchanged(corpus, folder.parent, digest)
         building.rename(folder)
     except ValueError as error:

@@ -173,7 +173,7 @@ _write_rows = jax.jit(jax.lax.dynamic_update_slice_in_dim, static_argnums=3, don
 
 
 class PassageIndex:
-    """Exact search on devices over the vectors of a corpus.
+    """Nearest-neighbor search on devices over the vectors of a corpus.
 
     Attributes:
         vectors: Vectors [N, D] in the dtype of the file.
