@@ -70,25 +70,30 @@ class MontyTool(Tool):
     def run(self, code: str, /) -> str:
         """Run code and return its output, or the type and text of its error.
 
-        Raises:
-            ToolError: The worker died, or could not be started.
+        If the worker dies, the code is run again in another worker, since the system may have
+        killed the first, for example when memory ran out. If the second worker also dies, the error
+        is attributed to the code.
         """
         try:
-            with self._pool.checkout(limits=self._limits, os_policy=self._os_policy) as session:
-                stdout = self._monty.CollectString(self._max_output)
-                try:
-                    session.feed_run(code, print_callback=stdout)
-                except (self._monty.MontyRuntimeError, self._monty.MontySyntaxError) as error:
-                    # Omit the traceback, which repeats long lines of code.
-                    message = _truncate_error(error.display("type-msg")).rstrip()
-                    # Monty's messages contain measurements, which are not reproducible.
-                    fixed_messages = {"TimeoutError": _TIMEOUT, "MemoryError": _MEMORY}
-                    return fixed_messages.get(message.partition(":")[0], message)
-                return stdout.output.strip("\n") or self.blank
+            for _ in range(2):
+                with self._pool.checkout(limits=self._limits, os_policy=self._os_policy) as session:
+                    stdout = self._monty.CollectString(self._max_output)
+                    try:
+                        session.feed_run(code, print_callback=stdout)
+                    except self._monty.MontyCrashedError as error:
+                        if error.timed_out:
+                            return _TIMEOUT
+                    except (self._monty.MontyRuntimeError, self._monty.MontySyntaxError) as error:
+                        # Omit the traceback, which repeats long lines of code.
+                        message = _truncate_error(error.display("type-msg")).rstrip()
+                        # Monty's messages contain measurements, which are not reproducible.
+                        fixed_messages = {"TimeoutError": _TIMEOUT, "MemoryError": _MEMORY}
+                        return fixed_messages.get(message.partition(":")[0], message)
+                    else:
+                        return stdout.output.strip("\n") or self.blank
         except (self._monty.MontyError, RuntimeError, OSError) as error:
-            if getattr(error, "timed_out", False):
-                return _TIMEOUT
             raise ToolError(f"the Python sandbox failed: {_truncate_error(str(error))}") from error
+        return "SystemError: the interpreter crashed"
 
 
 def _truncate_error(error: str) -> str:

@@ -221,17 +221,17 @@ def kill(pid):
 
 
 class KillingPool:
-    """A pool whose first worker is killed from outside during a call."""
+    """A pool whose first workers are killed from outside during a call."""
 
-    def __init__(self, pool):
+    def __init__(self, pool, num_kills):
         self._pool = pool
-        self.has_killed = False
+        self.kills_left = num_kills
 
     @contextlib.contextmanager
     def checkout(self, **settings):
         with self._pool.checkout(**settings) as session:
-            if not self.has_killed:
-                self.has_killed = True
+            if self.kills_left:
+                self.kills_left -= 1
                 threading.Timer(0.05, kill, (session.worker_pid,)).start()
             yield session
 
@@ -239,10 +239,17 @@ class KillingPool:
 SLOW = "total = 0\nfor i in range(10**9): total += 1"
 
 
-def test_code_is_retried_once_after_its_worker_was_killed(tool, monkeypatch):
-    monkeypatch.setattr(tool, "_pool", KillingPool(tool._pool))
-    [result] = tool.call_batch([SLOW])
-    assert (result.result, result.record.attempts) == ("TimeoutError: time limit exceeded", 2)
+@pytest.mark.parametrize(
+    ("num_kills", "printed"),
+    [(1, "TimeoutError: time limit exceeded"), (2, "SystemError: the interpreter crashed")],
+)
+def test_code_is_retried_once_after_its_worker_was_killed(tool, monkeypatch, num_kills, printed):
+    """After one kill the cause may be external; after two, the code crashes the interpreter."""
+    pool = KillingPool(tool._pool, num_kills)
+    monkeypatch.setattr(tool, "_pool", pool)
+    assert tool.run(SLOW) == printed
+    assert pool.kills_left == 0
+    assert tool.run("print(1)") == "1"
 
 
 def test_a_sandbox_that_cannot_start_is_a_tool_error(tmp_path, monkeypatch):
