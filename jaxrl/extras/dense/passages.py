@@ -1,12 +1,13 @@
-"""Inner-product search over passages sharded across devices.
+"""Exact inner-product search over passages sharded across devices.
 
 Each device scores its passages block by block and keeps the best score of each group of
 `GROUP_SIZE` passages. The best groups contain the best passages, even if scores are tied, so a
 device rescores and ranks only the passages of these groups. The host merges the candidates of all
 devices.
 
-The host rescores the candidates in float64 from the vectors in the file, so rounding on the devices
-changes a result only if more passages than candidates have almost equal scores.
+The host rescores the candidates in float64 from the vectors in the file, so results depend neither
+on the dtype nor on the number of devices. The search repeats with more candidates if another
+passage could be among the best, given the bound on the devices' rounding error.
 """
 
 from __future__ import annotations
@@ -35,6 +36,12 @@ MAX_CPU_BLOCK = 2_048
 
 LOAD_ROWS = 4_096
 """Number of passages read from the file at a time."""
+
+MAX_CANDIDATES = 1_600
+"""Maximum number of candidates. At this number, a result may not be exact."""
+
+_NUM_STDDEVS = 6.0
+"""Assumed maximum of int8 rounding errors, in standard deviations."""
 
 
 def compute_block_layout(num_passages: int, num_devices: int, platform: str) -> tuple[int, int]:
@@ -75,7 +82,7 @@ def count_device_bytes(
         "passages": size * (width * itemsize + 4 * (dtype == "int8")),
         "search": query_rows * 4 * (block + 2 * groups)
         + block * width * itemsize
-        + min(candidates, groups) * GROUP_SIZE * width * (itemsize + 4),
+        + min(max(candidates, MAX_CANDIDATES), groups) * GROUP_SIZE * width * (itemsize + 4),
     }
 
 
@@ -210,6 +217,7 @@ class PassageIndex:
         )
         self._size = num_blocks * self._block
         self._mesh = Mesh(np.array(devices), ("passages",))
+        self._max_norm = self._max_scale = 0.0
         counts, passages, scales = [], [], []
         for start in range(0, len(devices) * self._size, self._size):
             rows = vectors[start : start + self._size]
@@ -217,6 +225,8 @@ class PassageIndex:
             counts.append(len(rows))
             passages.append(shard_arrays[0])
             scales.append(shard_arrays[1])
+        if not np.isfinite(self._max_norm):
+            raise ValueError("a passage's vector has a value that is not finite.")
         sharding = NamedSharding(self._mesh, P("passages"))
         self._counts = jax.device_put(np.array(counts, np.int32), sharding)
         shape = (len(devices) * self._size,)
@@ -235,11 +245,12 @@ class PassageIndex:
         for start in range(0, len(vectors), step):
             start = min(start, self._size - step)  # the last part overlaps the previous one
             rows = np.asarray(vectors[start : start + step], np.float32)
-            if not np.isfinite(rows).all():
-                raise ValueError("a passage's vector has a value that is not finite.")
+            norm = np.linalg.norm(rows, axis=1).max()
+            self._max_norm = float(np.maximum(self._max_norm, norm))  # propagates NaN
             rows = np.pad(rows, ((0, step - len(rows)), (0, 0)))
             if self._dtype == "int8":
                 row_scales = _compute_int8_scales(rows)
+                self._max_scale = max(self._max_scale, float(np.abs(rows).max()) / 127)
                 rows = np.round(rows / row_scales[:, None])
                 scales = _write_rows(scales, row_scales, start, 0)
             rows = rows.astype(ml_dtypes.bfloat16).view(np.uint16) if stores_bits else rows
@@ -265,29 +276,42 @@ class PassageIndex:
         topk = min(topk, len(self.vectors))
         positions = np.zeros((len(queries), topk), np.int64)
         scores = np.zeros((len(queries), topk))
-        num_candidates = min(max(self._candidates, 4 * topk), len(self.vectors))
-        for start in range(0, len(queries), self._query_rows):
-            block = queries[start : start + self._query_rows]
-            for row, candidates in enumerate(self._find_candidates(block, num_candidates), start):
-                # Candidates are sorted, so that file reads are sequential. Sum each row in the same
-                # order, so that equal vectors have equal scores.
-                ordered = np.sort(candidates)
-                products = self.vectors[ordered].astype(np.float64) * queries[row]
-                exact_scores = products.sum(axis=1)
-                best = np.lexsort((ordered, -exact_scores))[:topk]
-                positions[row], scores[row] = ordered[best], exact_scores[best]
+        # For queries with a possibly inexact result, search again with four times the candidates.
+        remaining, num_candidates = np.arange(len(queries)), max(self._candidates, 4 * topk)
+        while len(remaining):
+            num_candidates = min(num_candidates, len(self.vectors))
+            is_final = num_candidates >= min(len(self.vectors), max(MAX_CANDIDATES, topk))
+            unproven = []
+            for start in range(0, len(remaining), self._query_rows):
+                block = remaining[start : start + self._query_rows]
+                results = self._find_candidates(queries[block], num_candidates)
+                for row, candidates, score_bound in zip(block, *results, strict=True):
+                    query, ordered = queries[row].astype(np.float64), np.sort(candidates)
+                    # Sum each row in the same order, so that equal vectors have equal scores.
+                    # Candidates are sorted, so that file reads are sequential.
+                    exact_scores = (self.vectors[ordered].astype(np.float64) * query).sum(axis=1)
+                    best = np.lexsort((ordered, -exact_scores))[:topk]
+                    positions[row], scores[row] = ordered[best], exact_scores[best]
+                    bound = score_bound + self._bound_rounding_error(query)
+                    if not is_final and scores[row, -1] <= bound:
+                        unproven.append(row)
+            remaining, num_candidates = np.array(unproven, np.int64), 4 * num_candidates
         return positions, scores
 
-    def _find_candidates(self, queries: np.ndarray, num_candidates: int) -> list[np.ndarray]:
-        """Return the corpus positions of each query's candidates, best first."""
+    def _find_candidates(
+        self, queries: np.ndarray, num_candidates: int
+    ) -> tuple[list[np.ndarray], list[float]]:
+        """Return each query's candidates and an upper bound on the scores of all other passages."""
         # A single query is not padded. This may change scores on the devices, but not the results,
         # which depend on scores computed from the file.
         rows = np.zeros(
             (1 if len(queries) == 1 else self._query_rows, queries.shape[1]), np.float32
         )
         rows[: len(queries)] = queries
+        query_scales = np.ones(len(rows), np.float32)
         if self._dtype == "int8":
-            rows = np.round(rows / _compute_int8_scales(rows)[:, None])
+            query_scales = _compute_int8_scales(rows)
+            rows = np.round(rows / query_scales[:, None])
         device_results = _select_candidates(
             self._passages,
             self._scales,
@@ -300,9 +324,25 @@ class PassageIndex:
         device_scores, device_positions = jax.device_get(device_results)
         first_positions = self._size * np.arange(len(device_scores))
         device_positions = device_positions + first_positions[:, None, None]
-        candidates = []
+        candidates, score_bound = [], []
         for row in range(len(queries)):
             scores, positions = device_scores[:, row].ravel(), device_positions[:, row].ravel()
             best = np.lexsort((positions, -scores))[:num_candidates]
-            candidates.append(positions[best[scores[best] > -np.inf]])
-        return candidates
+            best = best[scores[best] > -np.inf]
+            candidates.append(positions[best])
+            score_bound.append(float(scores[best[-1]]) * float(query_scales[row]))
+        return candidates, score_bound
+
+    def _bound_rounding_error(self, query: np.ndarray) -> float:
+        """Return a bound on the rounding error of the scores that devices compute for a query."""
+        norms = float(np.linalg.norm(query)) * self._max_norm
+        summation_error = len(query) * float(np.finfo(np.float32).eps) * norms
+        if self._dtype == "int8":
+            # Rounding errors are uniform over a quantization step, with variance step^2 / 12.
+            passage_error = float(np.linalg.norm(query)) * self._max_scale
+            query_error = self._max_norm * float(_compute_int8_scales(query[None])[0])
+            return (
+                summation_error
+                + _NUM_STDDEVS * float(np.hypot(passage_error, query_error)) / 12**0.5
+            )
+        return summation_error + (2**-8 * norms if self._dtype == "bfloat16" else 0.0)

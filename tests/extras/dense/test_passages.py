@@ -59,6 +59,18 @@ def test_several_blocks_and_parts_of_a_file(tmp_path, monkeypatch):
         np.testing.assert_array_equal(found[1], expected[1])
 
 
+def test_candidates_that_cannot_tell_are_not_the_last_word():
+    """Int8 cannot distinguish these vectors, so 4 candidates would miss the best."""
+    vectors = unit(np.random.default_rng(1), 1, 64).repeat(400, axis=0)
+    vectors += 1e-4 * np.random.default_rng(2).standard_normal(vectors.shape).astype(np.float32)
+    queries = vectors[[3, 390]]
+    expected, _ = brute_force(vectors, queries, topk=1)
+    passages = PassageIndex(vectors, ONE, dtype="int8", candidates=4)
+    [first], _ = passages._find_candidates(queries[1:], 4)
+    assert expected[1, 0] not in first
+    np.testing.assert_array_equal(passages.search(queries, topk=1)[0], expected)
+
+
 def test_int8_finds_what_float32_finds_among_clustered_vectors():
     rng = np.random.default_rng(0)
     centers = unit(rng, 100, 128)
@@ -75,7 +87,21 @@ def test_int8_finds_what_float32_finds_among_clustered_vectors():
 
     assert recall(passages.search(queries, topk=3)[0]) >= 0.99
     # By int8 alone it would be less: the candidates are worth scoring again.
-    assert recall(passages._find_candidates(queries[:16], 3)) < 0.99
+    assert recall([row[:3] for row in passages._find_candidates(queries[:16], 3)[0]]) < 0.99
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("float32", 1e-4), ("bfloat16", 0.02), ("int8", 0.1)])
+def test_the_bound_holds_of_every_rounding(dtype, most):
+    """The error of the devices' scores stays within the bound, for vectors of any length."""
+    rng = np.random.default_rng(3)
+    vectors = unit(rng, 900, 48) * rng.uniform(0.1, 3, size=(900, 1)).astype(np.float32)
+    queries = unit(rng, 16, 48) * np.float32(1.5)
+    passages = PassageIndex(vectors, ONE, dtype=dtype)
+    for num in (1, 20, 300):
+        found, weakest = passages._find_candidates(queries, num)
+        for query, places, score in zip(queries.astype(np.float64), found, weakest, strict=True):
+            bound = passages._bound_rounding_error(query)
+            assert abs(vectors[places[-1]].astype(np.float64) @ query - score) <= bound < most
 
 
 def test_values_that_are_not_finite_are_refused():
