@@ -47,6 +47,8 @@ from jaxrl.config.loading import load_config_file, load_values, parse_overrides
 from jaxrl.runtime.preemption import watch_stop_signals
 from jaxrl.utils.files import (
     REMEDIES,
+    FolderMovedError,
+    check_not_moved,
     find_disk_full_error,
     format_os_error,
     lock_folder,
@@ -246,6 +248,7 @@ def _build_and_run(
             _exit_with_code(error, EXIT_UNHEALTHY)
         except (
             CheckpointError,
+            FolderMovedError,
             NotEnoughGroupsError,
             UserCodeError,
             UnreadableImageError,
@@ -286,10 +289,14 @@ class PreparedRun:
         from jaxrl.run import evaluate_step, run
 
         arguments = (self.settings, self.workdir, self.components, self.display, should_stop)
-        if self.step is None:
-            run(*arguments, self.contents, self.record_start)
-        else:
-            evaluate_step(*arguments, self.contents, self.step)
+        try:
+            if self.step is None:
+                run(*arguments, self.contents, self.record_start)
+            else:
+                evaluate_step(*arguments, self.contents, self.step)
+        except Exception:
+            check_not_moved(self.workdir)  # a moved workdir may have caused the error
+            raise
 
 
 def prepare_run(

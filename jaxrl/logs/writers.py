@@ -22,6 +22,7 @@ from jaxrl.types import Trajectory
 from jaxrl.utils.files import (
     append_line,
     atomic_write,
+    check_not_moved,
     open_atomic,
     quarantine_file,
 )
@@ -137,6 +138,7 @@ class MetricsLog:
         self._next_metrics.clear()
         record = {"step": step, "stage": stage, **to_json_numbers(metrics)}
         if self._path is not None:
+            check_not_moved(self._path)
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
         for tracker in self.trackers:

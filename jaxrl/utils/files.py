@@ -32,6 +32,31 @@ REMEDIES = {
 """Remedies for system errors, by error number."""
 
 
+class FolderMovedError(OSError):
+    """Error raised when a folder that this process has locked was moved or removed."""
+
+
+_locked_folders: dict[Path, int] = {}
+"""File descriptors of folders locked by this process."""
+
+
+def check_not_moved(path: Path) -> None:
+    """Check that the locked folder containing `path` still exists, before writing to it.
+
+    Raises:
+        FolderMovedError: The folder was moved, removed or replaced.
+    """
+    path = path.absolute()
+    for folder, descriptor in _locked_folders.items():
+        if not path.is_relative_to(folder):
+            continue
+        if not (folder.exists() and os.path.samestat(os.stat(folder), os.fstat(descriptor))):
+            raise FolderMovedError(
+                f"{folder} was moved or removed during the run; expected it to stay. Move it back "
+                "or pass its new path as --workdir, and run the same command again."
+            )
+
+
 def format_os_error(error: OSError, remedy: str = "", path: Path | None = None) -> str | None:
     """Format the file, reason and remedy of a system error; return None for other errors.
 
@@ -84,6 +109,7 @@ def open_atomic(path: Path) -> Iterator[TextIO]:
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yield the path of a temporary file that replaces `path` on exit."""
+    check_not_moved(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temp_path = path.with_name(f".{path.name}.unfinished")
     try:
@@ -109,6 +135,7 @@ def atomic_folder(path: Path, *, marker: str, is_writer: bool = True) -> Iterato
     """
     path = Path(os.path.abspath(path))
     if is_writer:
+        check_not_moved(path)
         recover(path)
     if path.exists() and not (path / marker).is_file() and (path.is_file() or any(path.iterdir())):
         raise FileExistsError(
@@ -218,7 +245,13 @@ def lock_folder(folder: Path) -> Iterator[None]:
         except OSError as error:
             error.filename = file.name
             raise
-        yield
+        name, descriptor = folder.absolute(), os.open(folder, os.O_RDONLY)
+        _locked_folders[name] = descriptor
+        try:
+            yield
+        finally:
+            del _locked_folders[name]
+            os.close(descriptor)
 
 
 def hash_file(path: Path) -> str:

@@ -20,6 +20,7 @@ from jaxrl.logs.trackers import (
     open_metrics_log,
 )
 from jaxrl.logs.writers import MetricsLog, write_trajectories
+from jaxrl.utils.files import FolderMovedError, lock_folder
 from tests.episodes import make_failure, make_trajectory
 from tests.helpers import no_file_beyond, resolved, settings_of
 
@@ -56,6 +57,16 @@ class TestLog:
         log.write(3, "train", {"again": 1})
         assert [record["step"] for record in read(path)] == [0, 1, 2, 3]
         assert list(path.parent.iterdir()) == [path]
+
+    def test_no_record_is_written_where_a_moved_run_was(self, tmp_path):
+        folder = tmp_path / "run"
+        with lock_folder(folder):
+            log = MetricsLog(folder / "metrics.jsonl", 0)
+            folder.rename(tmp_path / "moved")
+            folder.mkdir()  # as Orbax does, if it is writing a checkpoint
+            with pytest.raises(FolderMovedError):
+                log.write(0, "train", {})
+        assert not list(folder.iterdir())
 
     @pytest.mark.parametrize("num_kept", [None, 0, 3])
     def test_lost_records_are_reported_and_counted(self, path, num_kept):

@@ -4,6 +4,7 @@ import sys
 import pytest
 
 from jaxrl.utils.files import (
+    FolderMovedError,
     append_line,
     atomic_folder,
     begin_replacing,
@@ -75,6 +76,26 @@ def test_a_full_disk_is_reported_and_keeps_the_old_file(tmp_path):
         file.write("new" * 100)
     assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]
     assert find_disk_full_error(raised.value).filename == str(path)
+
+
+def test_nothing_is_written_to_a_locked_folder_that_was_moved(tmp_path):
+    folder, moved = tmp_path / "run", tmp_path / "moved"
+    with lock_folder(folder):
+        with open_atomic(folder / "eval" / "a") as file:
+            file.write("old")
+        folder.rename(moved)
+        with pytest.raises(FolderMovedError, match=str(folder)):
+            open_atomic(folder / "eval" / "b").__enter__()
+        with pytest.raises(FolderMovedError, match=str(folder)):
+            atomic_folder(folder / "export", marker="x").__enter__()
+        assert list(tmp_path.iterdir()) == [moved]
+        folder.symlink_to(moved)  # it exists again under its old name
+        with open_atomic(folder / "eval" / "b") as file:
+            file.write("new")
+    moved.rename(tmp_path / "later")  # no longer locked
+    folder.unlink()
+    with open_atomic(folder / "b") as file:
+        file.write("new")
 
 
 HOLD = """
