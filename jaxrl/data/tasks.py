@@ -363,26 +363,15 @@ def check_ids(sources: Sequence[Tasks]) -> None:
     ids = np.concatenate([tasks.id_hashes for tasks in sources])
     order = np.argsort(ids, kind="stable")
     duplicates = np.flatnonzero(ids[order][1:] == ids[order][:-1])
-    pairs = sorted((int(order[i + 1]), int(order[i])) for i in duplicates)
-    for second, first in pairs:
-        task = all_tasks[second]
-        if task.id == all_tasks[first].id:  # else only the hashes collide
-            location, other = (_find_location(sources, index) for index in (second, first))
-            is_same_file = location.rpartition(":")[0] == other.rpartition(":")[0]
-            where = f"line {other.rpartition(':')[2]}" if is_same_file else other
-            raise ValueError(
-                f"{location}: the id {task.id!r} is already used in {where}; make ids unique, for "
-                "example with the dataset's name as a prefix (set data_source of each source), or "
-                "omit 'id' everywhere."
-            )
-
-
-def _find_location(sources: Sequence[Tasks], index: int) -> str:
-    for tasks in sources:
-        if index < len(tasks):
-            return tasks.location(index)
-        index -= len(tasks)
-    raise IndexError(index)
+    if not len(duplicates):
+        return
+    second, first = min((int(order[i + 1]), int(order[i])) for i in duplicates)
+    locations = [source.location(i) for source in sources for i in range(len(source))]
+    raise ValueError(
+        f"{locations[second]}: the id {all_tasks[second].id!r} is already used in "
+        f"{locations[first]}; make ids unique, for example with the dataset's name as a prefix "
+        "(set data_source of each source), or omit 'id' everywhere."
+    )
 
 
 def check_data_sources(tasks: Sequence[Task], key: str) -> None:
@@ -413,19 +402,10 @@ def describe_overlap(tasks: Sequence[Task], held_out: Sequence[Task]) -> str:
     is_known = known[positions] == query
     # The first training task that matches each held-out task, given two hashes per task.
     others = np.where(is_known, first[positions] // 2, len(tasks)).min(axis=1)
-    overlapping = [
-        (held_out[index], tasks[int(others[index])])
-        for index in np.flatnonzero(is_known.any(axis=1)).tolist()
-    ]
-    # Compare the texts too, because hashes may collide.
-    overlapping = [
-        pair
-        for pair in overlapping
-        if set(_list_dedup_keys(pair[0])) & set(_list_dedup_keys(pair[1]))
-    ]
+    overlapping = np.flatnonzero(is_known.any(axis=1)).tolist()
     if not overlapping:
         return ""
-    task, other = overlapping[0]
+    task, other = held_out[overlapping[0]], tasks[int(others[overlapping[0]])]
     text = task.question or (task.messages or [{"content": ""}])[-1]["content"]
     return (
         f"warning: {len(overlapping)} of {len(held_out)} held-out questions are also training "
