@@ -55,11 +55,6 @@ def read_positive_int(fields: Mapping[str, Any], name: str, source: str = "confi
     return value
 
 
-def canonicalize_activation(name: Any) -> Any:
-    """Replace the alias "swish" with "silu"; return other activation names unchanged."""
-    return "silu" if name == "swish" else name
-
-
 def _get_rope_fields(fields: dict[str, Any]) -> dict[str, Any]:
     """Return the RoPE settings, stored under the names of transformers 5 or of older versions."""
     rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
@@ -70,7 +65,7 @@ def _get_rope_fields(fields: dict[str, Any]) -> dict[str, Any]:
 def check_supported(fields: dict[str, Any], source: str) -> None:
     """Raise a ValueError if a field requires an unsupported feature."""
     rope = _get_rope_fields(fields)
-    activation = canonicalize_activation(fields.get("hidden_act", "silu"))
+    activation = fields.get("hidden_act", "silu")
     unsupported = {
         f"RoPE scaling {rope['rope_type']!r:.80}": rope["rope_type"]
         not in ("default", *ROPE_SCALINGS),

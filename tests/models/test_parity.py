@@ -12,7 +12,7 @@ from jaxrl.models import kv_cache
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.models.llama import LlamaConfig
 from jaxrl.models.qwen import QwenConfig
-from jaxrl.models.registry import read_architecture, resolve_architecture
+from jaxrl.models.registry import read_architecture
 from tests.helpers import full_pass, read_tokens
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -138,13 +138,6 @@ def test_null_equals_absent():
     assert config.rope_theta == 10_000.0
     scaled = absent | {"rope_scaling": {"rope_theta": None, "partial_rotary_factor": None}}
     assert QwenConfig.from_dict(scaled) == config
-
-
-@pytest.mark.parametrize("name", ["qwen2_tied", "qwen3_moe", "llama_tied", "mistral_old_spelling"])
-def test_swish_is_silu(name):
-    fields = read_fields(name)
-    family = resolve_architecture(fields, "", name)
-    assert family.from_dict(fields | {"hidden_act": "swish"}) == family.from_dict(fields)
 
 
 @pytest.mark.parametrize(

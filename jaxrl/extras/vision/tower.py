@@ -28,7 +28,6 @@ from jaxrl.models.attention.reference import MASK_VALUE
 from jaxrl.models.decoder import (
     Angles,
     apply_rope,
-    canonicalize_activation,
     linear,
     read_positive_int,
 )
@@ -122,7 +121,7 @@ class VisionTower(Tower):
             return read_positive_int(vision_fields, name, source)
 
         width, heads = read_int_field(cls.width_field), read_int_field("num_heads")
-        act = canonicalize_activation(vision_fields["hidden_act"])
+        act = vision_fields["hidden_act"]
         rope = read_object_field(vision_fields, "rope_parameters", source)
         theta: Any = rope.get("rope_theta", vision_fields.get("rope_theta"))
         sizes = {
