@@ -45,11 +45,15 @@ from jaxrl.extras.vision.tower import (
     attend_segments,
     make_biased_linear_axes,
     make_linear_hf_names,
-    reject_unsupported_features,
 )
 from jaxrl.models.architecture import MemoryTerms
 from jaxrl.models.attachments import PatchBatch
-from jaxrl.models.decoder import layer_norm, linear, read_positive_int
+from jaxrl.models.decoder import (
+    layer_norm,
+    linear,
+    read_positive_int,
+    reject_unsupported_features,
+)
 from jaxrl.models.layers import LayerScan
 from jaxrl.types import Params
 
@@ -109,19 +113,15 @@ class Qwen3Vision(VisionTower):
         common = cls.parse_common_fields(vision_fields, source)
         count = read_positive_int(vision_fields, "num_position_embeddings", source)
         side, deep = round(count**0.5), vision_fields.get("deepstack_visual_indexes", [])
-        layers = set(range(common["num_layers"]))
+        layers = range(common["num_layers"])
+        has_valid_layers = set(deep) <= set(layers) and deep == sorted(set(deep))
         reject_unsupported_features(
             {
                 f"num_position_embeddings {count} (not a square)": side**2 != count,
-                f"deepstack_visual_indexes {deep!r:.80} with {len(layers)} layers": not isinstance(
-                    deep, list
-                )
-                or bool(deep) is not cls.has_deepstack
-                or not {int}.issuperset(map(type, deep))
-                or not layers.issuperset(deep)
-                or deep != sorted(set(deep)),
+                f"deepstack_visual_indexes {deep} with {len(layers)} layers": not has_valid_layers
+                or bool(deep) is not cls.has_deepstack,
             },
-            source,
+            f"{source}, 'vision_config'",
         )
         return cls(**common, token_id=image_id, side=side, deepstack_layers=tuple(deep))
 

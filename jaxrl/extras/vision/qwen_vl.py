@@ -16,12 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxrl.extras.vision.tower import VisionTower, read_object_field
+from jaxrl.extras.vision.tower import VisionTower
 from jaxrl.extras.vision.vision import QwenVision
 from jaxrl.models.architecture import Attend
 from jaxrl.models.attachments import POSITIONS, UNITS
 from jaxrl.models.attention import reference
-from jaxrl.models.decoder import read_positive_int
 from jaxrl.models.defaults import fill_hf_defaults
 from jaxrl.models.layers import LayerScan, SamplerLayerScan
 from jaxrl.models.qwen import QwenConfig
@@ -64,6 +63,10 @@ class QwenVLConfig(QwenConfig):
                 f"{source}: model_type {fields.get('model_type')!r:.80} is not supported; expected "
                 f"{cls.model_type!r}."
             )
+        vision_fields = fields.get("vision_config")
+        if vision_fields is None:
+            raise ValueError(f"{source} lacks the field 'vision_config', an object.")
+        filled = fill_hf_defaults(fields, cls.model_type, source=source)
         # Parse the decoder as a text model, without M-RoPE.
         text = cls.text_class.from_dict(cls._get_text_fields(fields, source), source=source)
         if text.rope_scaling is not None:
@@ -73,9 +76,7 @@ class QwenVLConfig(QwenConfig):
             )
         # M-RoPE: order of the axes, and pairs per axis.
         text_fields = fields.get("text_config") or fields
-        rope = read_object_field(text_fields, "rope_scaling", source) or read_object_field(
-            text_fields, "rope_parameters", source
-        )
+        rope = text_fields.get("rope_scaling") or text_fields.get("rope_parameters") or {}
         order = rope.get("mrope_interleaved", cls.is_interleaved)
         if order is not cls.is_interleaved:
             raise ValueError(
@@ -83,20 +84,14 @@ class QwenVLConfig(QwenConfig):
                 f"{str(cls.is_interleaved).lower()} in {cls.model_type!r}."
             )
         sections = rope.get("mrope_section", [*cls.default_sections])
-        has_int_sections = isinstance(sections, list) and [*map(type, sections)] == [int] * 3
-        if not has_int_sections or min(sections) < 0 or 2 * sum(sections) != text.rotary_dim:
+        if len(sections) != 3 or 2 * sum(sections) != text.rotary_dim:
             raise ValueError(
                 f"{source}: 'mrope_section' is {sections!r:.80}; expected three integers that "
                 f"add up to the rotary pairs of a head, {text.rotary_dim // 2}."
             )
         # The tower's output must match the decoder.
-        vision_fields = fields.get("vision_config")
-        if not isinstance(vision_fields, dict):
-            raise ValueError(f"{source} lacks the field 'vision_config', an object.")
-        fields = fill_hf_defaults(fields, cls.model_type, source=source)
-        image_id = read_positive_int(fields, "image_token_id", source)
         tower = fill_hf_defaults(vision_fields, cls.model_type, "vision_config", source=source)
-        vision = cls.tower_class.from_fields(tower, image_id, source)
+        vision = cls.tower_class.from_fields(tower, filled["image_token_id"], source)
         if vision.out_width != text.width:
             raise ValueError(
                 f"{source}: {vision.out_width_field!r} of 'vision_config' is {vision.out_width}; "
@@ -107,21 +102,16 @@ class QwenVLConfig(QwenConfig):
                 f"{source}: 'deepstack_visual_indexes' feeds {vision.num_deepstack_layers} layers "
                 f"of the decoder, but there are {text.num_layers}."
             )
-        video_id = read_positive_int(fields, "video_token_id", source)
         return cls(
             **vars(text),
-            tower=dataclasses.replace(vision, video_id=video_id),
+            tower=dataclasses.replace(vision, video_id=filled["video_token_id"]),
             mrope_section=tuple(sections),
         )
 
     @classmethod
     def _get_text_fields(cls, fields: dict[str, Any], source: str) -> dict[str, Any]:
-        """Return the fields of a text-only `config.json`, with or without nested `text_config`.
-
-        Raises:
-            ValueError: A field that should be an object is not one.
-        """
-        text_fields = read_object_field(fields, "text_config", source)
+        """Return the fields of a text-only `config.json`, with or without `text_config`."""
+        text_fields = fields.get("text_config") or {}
         text = fill_hf_defaults(
             {**fields, **text_fields}, cls.model_type, "text_config", source=source
         )
@@ -131,7 +121,7 @@ class QwenVLConfig(QwenConfig):
             or (cls.ties_in_text and text_fields.get("tie_word_embeddings"))
         )
         for name in ("rope_scaling", "rope_parameters"):
-            rope = dict(read_object_field(text, name, source))
+            rope = dict(text.get(name) or {})
             for mrope_name in ("mrope_section", "mrope_interleaved"):
                 rope.pop(mrope_name, None)
             for kind in ("type", "rope_type"):

@@ -30,6 +30,7 @@ from jaxrl.models.decoder import (
     apply_rope,
     linear,
     read_positive_int,
+    reject_unsupported_features,
 )
 from jaxrl.models.layers import Attend
 from jaxrl.types import Params
@@ -39,18 +40,6 @@ EPSILON = 1e-6
 
 QUERY_BLOCK = 256
 """Number of query patches whose scores are in memory at a time."""
-
-
-def read_object_field(fields: Mapping[str, Any], name: str, source: str) -> dict[str, Any]:
-    """Read an object-valued field of a `config.json`; return {} if it is missing.
-
-    Raises:
-        ValueError: The field is not an object.
-    """
-    value = fields.get(name) or {}
-    if not isinstance(value, dict):
-        raise ValueError(f"{source}: {name!r} is {value!r:.80}; expected an object.")
-    return value
 
 
 def make_biased_linear_axes(inputs: str | None, outputs: str | None, *stack: str) -> dict[str, Any]:
@@ -121,8 +110,8 @@ class VisionTower(Tower):
             return read_positive_int(vision_fields, name, source)
 
         width, heads = read_int_field(cls.width_field), read_int_field("num_heads")
-        act = vision_fields["hidden_act"]
-        rope = read_object_field(vision_fields, "rope_parameters", source)
+        activation = vision_fields["hidden_act"]
+        rope = vision_fields.get("rope_parameters") or {}
         theta: Any = rope.get("rope_theta", vision_fields.get("rope_theta"))
         sizes = {
             "width": width,
@@ -137,11 +126,10 @@ class VisionTower(Tower):
         }
         reject_unsupported_features(
             {
-                f"rope_theta {theta!r:.80}": type(theta) not in (int, float) or theta <= 1,
-                f"hidden_act {act!r:.80}": act != cls.activation,
+                f"hidden_act {activation!r:.80}": activation != cls.activation,
                 f"a head of {width} / {heads}": width % heads != 0 or width // heads % 4 != 0,
             },
-            source,
+            f"{source}, 'vision_config'",
         )
         return sizes | {"rope_theta": float(theta)}
 
@@ -345,13 +333,6 @@ class VisionTower(Tower):
     @abstractmethod
     def logical_axes(self) -> dict[str, Any]:
         """Return the axis names of each parameter."""
-
-
-def reject_unsupported_features(problems: dict[str, bool], source: str) -> None:
-    """Raise a ValueError for the first unsupported feature of a `vision_config`."""
-    for feature, is_present in problems.items():
-        if is_present:
-            raise ValueError(f"{source}: {feature} in 'vision_config' is not supported.")
 
 
 def attend_segments(

@@ -40,11 +40,15 @@ from jaxrl.extras.vision.tower import (
     make_biased_linear_axes,
     make_linear_hf_names,
     masked_attention,
-    reject_unsupported_features,
 )
 from jaxrl.models.architecture import MemoryTerms
 from jaxrl.models.attachments import PatchBatch
-from jaxrl.models.decoder import linear, read_positive_int, rms_norm
+from jaxrl.models.decoder import (
+    linear,
+    read_positive_int,
+    reject_unsupported_features,
+    rms_norm,
+)
 from jaxrl.models.layers import LayerScan
 from jaxrl.types import Params
 
@@ -92,20 +96,16 @@ class QwenVision(VisionTower):
         common = cls.parse_common_fields(vision_fields, source)
         merge, patch = common["merge"], common["patch"]
         window = read_positive_int(vision_fields, "window_size", source) // merge // patch * merge
-        full = vision_fields["fullatt_block_indexes"]
         reject_unsupported_features(
-            {
-                f"window_size {vision_fields.get('window_size')!r:.80}": window < 1,
-                f"fullatt_block_indexes {full!r:.80}": not isinstance(full, list),
-            },
-            source,
+            {f"window_size {vision_fields['window_size']}": window < 1},
+            f"{source}, 'vision_config'",
         )
         return cls(
             **common,
             token_id=image_id,
             window=window,
-            full_layers=tuple(full),
-            tokens_per_second=read_positive_int(vision_fields, "tokens_per_second", source),
+            full_layers=tuple(vision_fields["fullatt_block_indexes"]),
+            tokens_per_second=vision_fields["tokens_per_second"],
         )
 
     def to_fields(self) -> dict[str, Any]:

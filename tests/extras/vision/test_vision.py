@@ -281,7 +281,7 @@ def test_config_of_qwen2_vl_as_published():
     [
         ({"vision": {"mlp_ratio": 0}}, "'mlp_ratio' is 0"),
         ({"vision": {"hidden_size": 40}}, "'hidden_size' of 'vision_config' is 40; expected"),
-        ({"vision": {"hidden_act": "gelu"}}, "hidden_act 'gelu' in 'vision_config'"),
+        ({"vision": {"hidden_act": "gelu"}}, "'vision_config': hidden_act 'gelu'"),
     ],
 )
 def test_configs_of_qwen2_that_are_refused(changes, why):
@@ -293,12 +293,10 @@ def test_configs_of_qwen2_that_are_refused(changes, why):
     ("changes", "why"),
     [
         ({"model_type": "qwen3_vl_moe"}, "model_type 'qwen3_vl_moe' .* expected 'qwen3_vl'"),
-        ({"vision": {"hidden_act": "silu"}}, "hidden_act 'silu' in 'vision_config'"),
         ({"vision": {"num_position_embeddings": 24}}, r"embeddings 24 \(not a square\)"),
         ({"vision": {"deepstack_visual_indexes": [0, 4]}}, r"\[0, 4\] with 4 layers"),
-        ({"vision": {"rope_parameters": {"rope_theta": None}}}, "rope_theta None in 'vision_conf"),
-        ({"text_config": "qwen3"}, "'text_config' is 'qwen3'; expected an object"),
-        ({"rope": {"mrope_section": [12, -2, -2]}}, r"\[12, -2, -2\]; expected three integers"),
+        ({"text_config": "qwen3"}, "is not a qwen3_vl configuration"),
+        ({"rope": {"mrope_section": [12, 2, 2]}}, r"\[12, 2, 2\]; expected three integers"),
     ],
 )
 def test_configs_of_qwen3_that_are_refused(changes, why):
