@@ -33,7 +33,6 @@ from jaxrl.models.hf_weights import (
     open_canonical_tensors,
     open_safetensors,
     open_validated_tensors,
-    read_tensor_dtypes,
     write_hf,
     write_json,
 )
@@ -319,4 +318,5 @@ def save_merged(params: Params, adapter: Adapter, path: str | Path, *, source: s
             tensor = tensor.astype(np.float32) + (a @ (b * np.float32(adapter.scaling))).T
         return np.ascontiguousarray(tensor.astype(dtype))
 
-    write_hf(get_tensor, model, path, source=source, dtypes=read_tensor_dtypes(Path(source), model))
+    dtypes = {name: tensor.dtype for name, tensor in stored.items()}
+    write_hf(get_tensor, model, path, source=source, dtypes=dtypes)
