@@ -366,18 +366,6 @@ class TestPrompts:
         with pytest.raises(ValueError, match="chat template drops message 1"):
             toy_tokenizer().render_prompt(CHAT, (), [3])
 
-    def test_image_tokens_that_the_template_does_not_write_are_refused(self, tmp_path):
-        save_tokenizer(tmp_path, image_token_id=7)
-        start, pad, end = looking_tokenizer().encode(f"<|vision_start|>{PAD}<|vision_end|>")
-        why = (
-            r"config.json in config.model.path has the image_token_id 7; .* template writes "
-            rf".*'<\|vision_start\|>': {start}, '<\|image_pad\|>': {pad}, '<\|vision_end\|>': {end}"
-        )
-        with pytest.raises(ValueError, match=why):
-            Tokenizer.from_folder(tmp_path)
-        save_tokenizer(tmp_path, image_token_id=pad)
-        assert Tokenizer.from_folder(tmp_path).image_id == pad
-
     def test_results_show_images_after_their_texts(self):
         tokenizer = looking_tokenizer()
         tools = [{"type": "function", "function": {"name": "crop"}}]

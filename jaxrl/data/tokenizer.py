@@ -19,9 +19,6 @@ from jaxrl.utils.json_io import read_object
 from jaxrl.utils.quiet_transformers import quiet_transformers
 from jaxrl.utils.text import escape_control_chars
 
-MAX_IDS = 2**24
-"""Maximum vocabulary size. Published vocabularies have at most about 260,000 ids."""
-
 _MAX_TEMPLATES = 64  # maximum number of cached chat templates, one per set of tools
 _SLACK_TOKENS = 128  # tokens to encode beyond the requested prefix
 
@@ -118,15 +115,6 @@ class Tokenizer:
         self.image_id, self.video_id = image_id, video_id
         self._template = self._make_template(())
         self._templates = {"[]": self._template}
-        # The template must write `image_id` for an image. If it writes no added token, it does not
-        # support images, and there is nothing to check.
-        written = {self.decode([id]): id for id in self.encode(self._template.image)}
-        is_known = image_id in written.values() or not self._added_ids & {*written.values()}
-        if image_id is not None and not is_known:
-            raise ValueError(
-                f"the config.json in config.model.path has the image_token_id {image_id}; expected "
-                f"one that its chat template writes for an image: {written}. Fix config.json."
-            )
         self.response_prefix = self._template.response_prefix
         # Ids that message contents must never produce: the chat's control tokens, and image and
         # video tokens.
@@ -497,31 +485,21 @@ def decode_vocab(spec: dict[str, Any]) -> list[bytes]:
     """Return the bytes that each id decodes to, given the contents of a `tokenizer.json`.
 
     Raises:
-        ValueError: The tokenizer is not byte-level BPE, or has an id of at least `MAX_IDS`.
+        ValueError: The tokenizer is not byte-level BPE.
     """
     model, steps = spec["model"], json.dumps([spec["normalizer"], spec["pre_tokenizer"]])
     added = {token["id"]: token["content"].encode() for token in spec["added_tokens"]}
     char_to_byte = {char: byte for byte, char in enumerate(_list_byte_characters())}
-    is_byte_level = model["type"] == "BPE" and '"ByteLevel"' in steps
-    foreign = [
-        token
-        for token, id in (model["vocab"].items() if is_byte_level else ())
-        if id not in added and not char_to_byte.keys() >= set(token)
-    ]
-    if not is_byte_level or foreign:
+    if model["type"] != "BPE" or '"ByteLevel"' not in steps:
         raise ValueError(
-            f"the tokenizer is {model['type']} with "
-            + (f"tokens such as {foreign[0]!r}" if foreign else f"the pre-tokenizer {steps[:200]}")
-            + "; expected byte-level BPE as in GPT-2 or Llama 3. Set `model.path` to such a "
-            "model."
+            f"the tokenizer is {model['type']} with the pre-tokenizer {steps[:200]}; expected "
+            "byte-level BPE as in GPT-2 or Llama 3. Set `model.path` to such a model."
         )
     known = {
         id: bytes(char_to_byte[char] for char in token)
         for token, id in model["vocab"].items()
         if id not in added
     } | added
-    if max(known) >= MAX_IDS:
-        raise ValueError(f"tokenizer.json has the id {max(known)}; expected less than {MAX_IDS}.")
     return [known.get(id, b"") for id in range(max(known) + 1)]
 
 
