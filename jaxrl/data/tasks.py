@@ -174,17 +174,20 @@ def open_reader(source: TaskSource) -> Reader:
         FileNotFoundError, ValueError: The source cannot be opened. The message names the key.
     """
     key = f"config.{source.key}.source"
-    arguments = {"source": source.source, "split": source.split, "config_key": key}
-    records = instantiate(
+    records: Any = instantiate(
         f"{source.key}.settings",
         source.make_reader or _resolve_reader(source),
         source.settings,
+        source=source.source,
+        split=source.split,
+        config_key=key,
         columns=source.columns,
-        **arguments,
     )
-    if isinstance(records, Reader):
-        return records
-    return SequenceReader(records, source.format_name, f"config.{source.key}.format")
+    if not isinstance(records, Reader):
+        records = SequenceReader(records, source.format_name, f"config.{source.key}.format")
+    if not len(records):
+        raise ValueError(f"{key}: {source.name!r} contains no tasks; expected at least one.")
+    return records
 
 
 class Tasks(Sequence[Task]):

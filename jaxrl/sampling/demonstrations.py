@@ -115,6 +115,8 @@ def read_demonstrations(
         return dataclasses.replace(demonstration, pictures=pictures, processor=processor)
 
     reader = open_jsonl(path, "config.sft.source")
+    if not len(reader):
+        raise ValueError(f"config.sft.source: {path!r} contains no demonstrations; add one.")
     records = reader.read(range(len(reader)))
     return [
         parse_and_encode(fields, reader.location(index)) for index, fields in enumerate(records)

@@ -40,7 +40,7 @@ class Reader(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Return the number of records, at least 1."""
+        """Return the number of records."""
 
     @abstractmethod
     def read(self, indices: Sequence[int]) -> list[Record]:
@@ -108,8 +108,6 @@ class SequenceReader(Reader):
                 "sequence of objects with the fields of a task."
             )
         self._records, self._name = records, name
-        if not len(records):
-            raise ValueError(f"{name} contains no tasks; {key} must name at least one.")
 
     def __len__(self) -> int:
         return len(self._records)

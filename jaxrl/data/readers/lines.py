@@ -18,7 +18,7 @@ from jaxrl.utils.jsonl import parse_line
 def open_jsonl(source: str, config_key: str) -> Reader:
     """Open JSONL files, which have one JSON object per line. Blank lines are skipped."""
     return open_files(
-        lambda path: _JsonlReader(path, config_key),
+        _JsonlReader,
         source,
         config_key,
         expected="a JSONL file, one object per line",
@@ -29,7 +29,7 @@ def open_jsonl(source: str, config_key: str) -> Reader:
 class _JsonlReader(Reader):
     """Reader for a JSONL file. An initial pass finds the byte offset of each record."""
 
-    def __init__(self, path: Path, config_key: str):
+    def __init__(self, path: Path):
         self._source = UnchangedFile(path)
         self._offsets, self._line_numbers = array("Q"), array("Q")
         file, offset = self._source.file, 0
@@ -38,7 +38,6 @@ class _JsonlReader(Reader):
                 self._offsets.append(offset)
                 self._line_numbers.append(line_number)
             offset += len(line)
-        _check_not_empty(self, path, config_key)
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -54,13 +53,6 @@ class _JsonlReader(Reader):
 
     def location(self, index: int) -> str:
         return f"{self._source.path}:{self._line_numbers[index]}"
-
-
-def _check_not_empty(reader: Reader, path: Path, config_key: str) -> None:
-    if not len(reader):
-        raise ValueError(
-            f"{path} is empty; {config_key} must name a file with at least one record."
-        )
 
 
 def open_csv(
@@ -135,7 +127,6 @@ class _CsvReader(Reader):
             raise ValueError(
                 f"{path}:{line_number} is not valid UTF-8 CSV: {error}; is a quote unpaired?"
             ) from error
-        _check_not_empty(self, path, config_key)
 
     def __len__(self) -> int:
         return len(self._rows)

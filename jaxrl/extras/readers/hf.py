@@ -38,8 +38,6 @@ def open_hugging_face(
             location = config_key.removesuffix(".source") + ".split"
             raise ValueError(f"{location} is {split!r}; {folder} has the splits {splits}.")
         rows, name = rows[split], f"{folder} [{split}]"
-    if not len(rows):
-        raise ValueError(f"{name} holds no row; {config_key} must name at least one.")
     dropped = [name for name, field in (columns or {}).items() if field == ""]
     return _HuggingFaceReader(
         rows.remove_columns([c for c in dropped if c in rows.column_names]), name

@@ -30,7 +30,7 @@ def open_parquet(source: str, config_key: str, columns: Mapping[str, str] | None
     """
     dropped_columns = {name for name, field in (columns or {}).items() if field == ""}
     return open_files(
-        lambda path: _ParquetReader(path, config_key, dropped_columns),
+        lambda path: _ParquetReader(path, dropped_columns),
         source,
         config_key,
         expected="a Parquet file",
@@ -43,7 +43,7 @@ class _ParquetReader(Reader):
 
     pads_with_nulls = True
 
-    def __init__(self, path: Path, key: str, dropped_columns: set[str]):
+    def __init__(self, path: Path, dropped_columns: set[str]):
         self._source = UnchangedFile(path)
         try:
             self._file = pq.ParquetFile(self._source.file)
@@ -57,8 +57,6 @@ class _ParquetReader(Reader):
             name for name in self._file.schema_arrow.names if name not in dropped_columns
         ]
         self._groups: OrderedDict[int, pa.Table] = OrderedDict()
-        if not len(self):
-            raise ValueError(f"{path} holds no row; {key} must name a file with at least one.")
 
     def __len__(self) -> int:
         return int(self._file.metadata.num_rows)

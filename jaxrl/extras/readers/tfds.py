@@ -28,12 +28,9 @@ def open_tfds(source: str, split: str, config_key: str) -> Reader:
     folder = Path(source)
     file = folder / "dataset_info.json"
     if not file.is_file():
-        versions = sorted(path.parent.name for path in folder.glob("*/dataset_info.json"))
-        hint = f" (it has the versions {', '.join(versions)})" if versions else ""
         raise ValueError(
             f"{str(folder)!r} has no dataset_info.json; set {config_key} to a JSONL file, or to "
-            "the folder of one version of a TFDS dataset, such as data/tfds/bridges/1.0.0"
-            f"{hint}."
+            "the folder of one version of a TFDS dataset, such as data/tfds/bridges/1.0.0."
         )
     # Old datasets lack this field; their format is TFRecord.
     file_format = read_object(file).get("fileFormat", "tfrecord")
@@ -57,15 +54,9 @@ def open_tfds(source: str, split: str, config_key: str) -> Reader:
     try:
         is_empty = not builder.info.splits[split].num_examples
         examples: Any = () if is_empty else builder.as_data_source(split)
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, RuntimeError) as error:
         name = config_key.removesuffix(".source") + ".split"
         raise ValueError(f"{name} is {split!r}, of {folder}: {shorten_error(error)}") from error
-    except RuntimeError as error:
-        raise ValueError(f"{folder} cannot be read: {shorten_error(error)}.") from error
-    if is_empty:
-        raise ValueError(
-            f"{folder} holds no example in {split!r}; {config_key} must name at least one."
-        )
     return _TfdsReader(examples, folder, split)
 
 
