@@ -58,10 +58,60 @@ def supports_dtype(kernel: str, dtype: DTypeLike | None) -> bool:
     return dtype is None or kernel not in HALF_PRECISION_ONLY or jnp.dtype(dtype).itemsize == 2
 
 
-def explain_excluded_kernels(kernels: Iterable[str], dtype: DTypeLike | None) -> str:
-    """Return a clause for the log that lists the kernels skipped for `dtype`, or ""."""
-    names = [name for name in kernels if not supports_dtype(name, dtype)]
-    return f" and {' and '.join(names)} is for bfloat16" if names else ""
+def list_candidates(name: str, kernels: Iterable[str], dtype: DTypeLike | None) -> list[str]:
+    """Return the kernels to try before XLA, in order of preference.
+
+    Args:
+        name: Configured kernel name.
+        kernels: Names of the platform's kernels, in order of preference.
+        dtype: Dtype of the matmuls; None skips the dtype check.
+    """
+    if name == "auto":
+        return [kernel for kernel in kernels if supports_dtype(kernel, dtype)]
+    return [] if name == "xla" else [name]
+
+
+def resolve_kernel_name(
+    config_key: str,
+    name: str,
+    platform: str,
+    kernels: Mapping[str, Mapping[str, str]],
+    dtype: DTypeLike | None,
+    *,
+    size_problem: str = "",
+) -> tuple[str, str]:
+    """Resolve a configured name to a kernel name; also return the reason, to be logged.
+
+    Args:
+        config_key: Config key that holds the name, such as `config.model.attention`.
+        name: Configured kernel name.
+        platform: JAX platform of the devices.
+        kernels: Kernels by platform and name, in order of preference.
+        dtype: Dtype of the matmuls; None skips the dtype check.
+        size_problem: Reason why the model's sizes exclude all kernels; "" if they do not.
+
+    Raises:
+        ValueError: The kernel does not support these devices, this dtype or these sizes.
+    """
+    if name == "xla":
+        return name, f"set by {config_key}"
+    names = kernels.get(platform, {})
+    if name == "auto":
+        if names and size_problem:
+            return "xla", f"since {size_problem}"
+        excluded = [kernel for kernel in names if not supports_dtype(kernel, dtype)]
+        more = f" and {' and '.join(excluded)} is for bfloat16" if excluded else ""
+        selected = (*list_candidates(name, names, dtype), "xla")[0]
+        return selected, f"since the devices are {platform}s{more}"
+    problem = size_problem
+    if name not in names:
+        platforms = " and ".join(f"{other}s" for other in kernels if name in kernels[other])
+        problem = f"kernels are for {platforms}, but the devices are {platform}s"
+    elif not supports_dtype(name, dtype):
+        problem = f"kernels multiply 16-bit floats, but config.model.dtype is '{dtype}'"
+    if problem:
+        raise ValueError(f"{config_key} is {name!r}, whose {problem}; set it to 'auto' or 'xla'.")
+    return name, f"set by {config_key}"
 
 
 @dataclass(frozen=True, kw_only=True)

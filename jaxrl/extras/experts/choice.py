@@ -16,14 +16,11 @@ from jax.typing import DTypeLike
 
 from jaxrl.extras.experts.dispatch import ExpertKernels
 from jaxrl.extras.experts.products import grouped_matmul, grouped_matmul_static
-from jaxrl.models.kernel_check import (
-    SelectedKernel,
-    Trial,
-    explain_excluded_kernels,
-    select_kernel,
-    supports_dtype,
-)
+from jaxrl.models import kernel_check
+from jaxrl.models.kernel_check import SelectedKernel, Trial, list_candidates, select_kernel
 from jaxrl.runtime.sharding import PIECE_AXES
+
+CONFIG_KEY = "config.model.experts"
 
 KERNELS = {
     "gpu": {
@@ -74,10 +71,6 @@ def _select_kernels_cached(
 ) -> SelectedKernel:
     """Select the kernels; the result is cached for all meshes of a process."""
     kernels = KERNELS.get(device.platform, {})
-    candidates = {
-        "auto": [kernel for kernel in kernels if supports_dtype(kernel, dtype)],
-        "xla": [],
-    }.get(name, [name])
     # A loop of dynamic length would make the host wait for the GPU at every matmul.
     is_gpu = device.platform == "gpu"
     return select_kernel(
@@ -85,9 +78,12 @@ def _select_kernels_cached(
             [] if dtype is None else [make_grouped_matmul_trial(width, expert_width, dtype, device)]
         ),
         # Import lazily: the kernels of other platforms are not needed.
-        {kernel: partial(pkgutil.resolve_name, kernels[kernel]) for kernel in candidates},
+        {
+            kernel: partial(pkgutil.resolve_name, kernels[kernel])
+            for kernel in list_candidates(name, kernels, dtype)
+        },
         grouped_matmul_static if is_gpu else grouped_matmul,
-        config_key="" if name == "auto" else "config.model.experts",
+        config_key="" if name == "auto" else CONFIG_KEY,
     )
 
 
@@ -138,21 +134,4 @@ def resolve_kernel_name(
     Raises:
         ValueError: The kernels do not support the platform or dtype.
     """
-    kernels = KERNELS.get(platform, {})
-    if name == "auto":
-        candidates = (kernel for kernel in kernels if supports_dtype(kernel, dtype))
-        return (*candidates, "xla")[
-            0
-        ], f"since the devices are {platform}s{explain_excluded_kernels(kernels, dtype)}"
-    if name != "xla" and name not in kernels:
-        platforms = " and ".join(f"{key}s" for key in KERNELS if name in KERNELS[key])
-        raise ValueError(
-            f"config.model.experts is {name!r}, whose kernels are for {platforms}, but the devices "
-            f"are {platform}s; set it to 'auto' or 'xla'."
-        )
-    if not supports_dtype(name, dtype):
-        raise ValueError(
-            f"config.model.experts is {name!r}, whose kernels multiply 16-bit floats, but "
-            f"config.model.dtype is '{dtype}'; set the first to 'auto' or 'xla'."
-        )
-    return name, "set by config.model.experts"
+    return kernel_check.resolve_kernel_name(CONFIG_KEY, name, platform, KERNELS, dtype)

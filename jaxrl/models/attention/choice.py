@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
+from jaxrl.models import kernel_check
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.attention.kernels import (
     PAGE_TOKENS,
@@ -21,13 +22,7 @@ from jaxrl.models.attention.kernels import (
     AttentionKernels,
 )
 from jaxrl.models.attention.reference import XLA, shift_key_ranges
-from jaxrl.models.kernel_check import (
-    SelectedKernel,
-    Trial,
-    explain_excluded_kernels,
-    select_kernel,
-    supports_dtype,
-)
+from jaxrl.models.kernel_check import SelectedKernel, Trial, list_candidates, select_kernel
 from jaxrl.runtime.compilation import get_or_create
 from jaxrl.runtime.sharding import BATCH_AXES, CONTEXT_AXIS, PIECE_AXES
 
@@ -48,6 +43,8 @@ PAGED_KERNELS = {
     "tpu": {"mosaic": "jaxrl.extras.kernels.attention_tpu:attend_pages"},
 }
 """Platform-specific sampler kernels, by platform, in order of preference."""
+
+CONFIG_KEY = "config.model.attention"
 
 TRIALS_MODULE = "jaxrl.extras.kernels.trials"
 """Module with the kernels' self-tests."""
@@ -103,8 +100,9 @@ def _select_kernels_cached(
     name: str, device: jax.Device, heads: tuple[int, int, int], dtype: Any, block: int
 ) -> tuple[SelectedKernel, SelectedKernel]:
     """Select the kernels of the trainer and the sampler; cached for all meshes of a process."""
-    candidates = _list_candidates(name, device.platform, heads[2], dtype)
-    config_key = "" if name == "auto" else "config.model.attention"
+    kernels_for_size = TRAIN_KERNELS.get(device.platform, {}) if heads[2] <= MAX_HEAD_DIM else {}
+    candidates = list_candidates(name, kernels_for_size, dtype)
+    config_key = "" if name == "auto" else CONFIG_KEY
 
     def make_train_trials(name: str) -> list[Trial]:
         shares = SHARES_PROMPTS[name]
@@ -175,36 +173,15 @@ def resolve_kernel_name(
     Raises:
         ValueError: The kernels do not support these devices, heads of this size, or this dtype.
     """
-    is_narrow = head_dim <= MAX_HEAD_DIM
-    kernels = TRAIN_KERNELS.get(platform, {})
-    if name == "auto":
-        if kernels and not is_narrow:
-            return "xla", f"since heads of {head_dim} are too wide for {next(iter(kernels))}"
-        preferred = (*_list_candidates(name, platform, head_dim, dtype), "xla")[0]
-        return (
-            preferred,
-            f"since the devices are {platform}s{explain_excluded_kernels(kernels, dtype)}",
-        )
-    if name != "xla" and name not in kernels:
-        platforms = " and ".join(f"{key}s" for key in TRAIN_KERNELS if name in TRAIN_KERNELS[key])
-        problem = f"kernels are for {platforms}, but the devices are {platform}s"
-    elif name != "xla" and not supports_dtype(name, dtype):
-        problem = f"kernels multiply 16-bit floats, but config.model.dtype is '{dtype}'"
-    elif name != "xla" and not is_narrow:
-        problem = f"kernels take heads of at most {MAX_HEAD_DIM}, but the model's are {head_dim}"
-    else:
-        return name, "set by config.model.attention"
-    raise ValueError(
-        f"config.model.attention is {name!r}, whose {problem}; set it to 'auto' or 'xla'."
+    problem = f"kernels support heads of at most {MAX_HEAD_DIM}, but the model's are {head_dim}"
+    return kernel_check.resolve_kernel_name(
+        CONFIG_KEY,
+        name,
+        platform,
+        TRAIN_KERNELS,
+        dtype,
+        size_problem=problem if head_dim > MAX_HEAD_DIM else "",
     )
-
-
-def _list_candidates(name: str, platform: str, head_dim: int, dtype: DTypeLike | None) -> list[str]:
-    """Return the kernels to try before XLA, in order of preference."""
-    if name != "auto":
-        return [name] if name != "xla" else []
-    candidates = TRAIN_KERNELS.get(platform, {}) if head_dim <= MAX_HEAD_DIM else {}
-    return [kernel for kernel in candidates if supports_dtype(kernel, dtype)]
 
 
 def shard_attention(attend_packed: AttendPacked, mesh: Mesh | AbstractMesh) -> AttendPacked:
