@@ -160,14 +160,11 @@ def entropy_reward(
     params = dict(zip(BUCKETS, itertools.starmap(_RewardParams, columns), strict=True))
     rewards = np.zeros(len(counts), np.float32)
     for i, bucket in enumerate(buckets):
-        if bucket not in params:
-            raise ValueError(f"unknown difficulty {bucket!r}; expected one of {', '.join(params)}.")
-        if bucket not in targets:
-            continue
-        rewards[i] = _compute_entropy_reward(
-            bucket, params[bucket], int(counts[i]), bool(is_correct[i]), targets[bucket],
-            coefficients[bucket], centered_gain=centered_gain,
-        )  # fmt: skip
+        if bucket in targets:
+            rewards[i] = _compute_entropy_reward(
+                bucket, params[bucket], int(counts[i]), bool(is_correct[i]), targets[bucket],
+                coefficients[bucket], centered_gain=centered_gain,
+            )  # fmt: skip
     return rewards
 
 
