@@ -71,9 +71,6 @@ _SIZES = (
     "decoder_sparse_step",
 )
 
-_MAX_EXPERTS = 1_000_000
-"""Limit on the experts of all layers, since each has tensors that are looked up by name."""
-
 RoutingState = tuple[jax.Array, RoutingResults]
 """Index of the next expert layer, and the routing results of the layers so far."""
 
@@ -374,11 +371,6 @@ def read_expert_fields(
         raise ValueError(
             f"{source}: 'decoder_sparse_step' of {step} and 'mlp_only_layers' leave no layer "
             "with experts; a dense model has another model_type."
-        )
-    if len(expert_layers) * num_experts > _MAX_EXPERTS:
-        raise ValueError(
-            f"{source}: {num_experts} experts in each of {len(expert_layers)} layers; expected "
-            f"at most {_MAX_EXPERTS:,} in all."
         )
     return {
         "expert_width": sizes["moe_intermediate_size"],
