@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -471,7 +471,7 @@ class Decoder(Architecture):
         """Return the `config.json` fields of all families; inverts `parse_common_fields`."""
         rope = {"rope_type": "default"}
         if self.rope_scaling is not None:
-            rope = {"rope_type": self.rope_scaling.rope_type, **self.rope_scaling.to_fields()}
+            rope = {"rope_type": self.rope_scaling.rope_type, **asdict(self.rope_scaling)}
         return {
             "vocab_size": self.vocab_size,
             "hidden_size": self.width,

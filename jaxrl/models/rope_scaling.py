@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import numpy as np
@@ -76,10 +76,6 @@ class RopeScaling(ABC):
     @abstractmethod
     def compute_frequencies(self, head_dim: int, theta: float) -> np.ndarray:
         """Return the scaled frequencies; see `compute_default_frequencies`."""
-
-    def to_fields(self) -> dict[str, Any]:
-        """Return the settings, keyed by their names in `config.json`."""
-        return asdict(self)
 
     def max_positions(self, max_position_embeddings: int) -> int:
         """Return the maximum sequence length, given the value of `max_position_embeddings`."""
