@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -41,6 +41,17 @@ from jaxrl.models.aux_arrays import AuxArrays
 from jaxrl.models.layers import LayerScan, Mixer, SamplerLayerScan
 from jaxrl.models.rope_scaling import ROPE_SCALINGS, RopeScaling
 from jaxrl.types import Params
+
+
+def check_model_type(fields: Mapping[str, Any], supported: Collection[str], source: str) -> str:
+    """Return the `model_type` in `fields`. Raise a ValueError if it is not in `supported`."""
+    model_type: Any = fields.get("model_type")
+    if model_type not in supported:
+        raise ValueError(
+            f"{source}: model_type {model_type!r:.80} is not supported; expected "
+            f"{' or '.join(map(repr, supported))}."
+        )
+    return model_type
 
 
 def read_positive_int(fields: Mapping[str, Any], name: str, source: str = "config.json") -> int:

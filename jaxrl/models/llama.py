@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl.models.decoder import (
+    check_model_type,
     check_supported,
     parse_common_fields,
     read_positive_int,
@@ -31,12 +32,7 @@ class LlamaConfig(QwenConfig):
         Raises:
             ValueError: The file requires an architecture or feature that no parity test covers.
         """
-        model_type = fields.get("model_type")
-        if model_type not in ("llama", "mistral"):
-            raise ValueError(
-                f"{source}: model_type {model_type!r:.80} is not supported; expected 'llama' "
-                "(SmolLM2, Llama 3) or 'mistral', dense text models."
-            )
+        model_type = check_model_type(fields, ("llama", "mistral"), source)
         # In transformers a missing window means 4096 tokens, and null means no window.
         has_window = model_type == "mistral" and fields.get("sliding_window", 0) is not None
         derived = {"llama": ("head_dim", "num_key_value_heads"), "mistral": ("head_dim",)}

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 from jaxrl.models.architecture import MemoryTerms
 from jaxrl.models.decoder import (
     Decoder,
+    check_model_type,
     check_supported,
     linear,
     linear_axes,
@@ -52,12 +53,7 @@ class QwenConfig(Decoder):
         Raises:
             ValueError: The file requires an architecture or feature that no parity test covers.
         """
-        model_type = fields.get("model_type")
-        if model_type not in ("qwen2", "qwen3"):
-            raise ValueError(
-                f"{source}: model_type {model_type!r:.80} is not supported; expected 'qwen2' "
-                "(Qwen2.5) or 'qwen3', dense text models."
-            )
+        model_type = check_model_type(fields, ("qwen2", "qwen3"), source)
         fields = drop_nulls(fill_hf_defaults(fields, model_type, source=source))
         check_supported(fields, source)
         is_qwen3 = model_type == "qwen3"

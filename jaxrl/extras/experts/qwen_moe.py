@@ -38,11 +38,7 @@ from jaxrl.extras.experts.dispatch import XLA, ExpertKernels
 from jaxrl.extras.experts.routing import ROUTED_EXPERTS, RoutingResults
 from jaxrl.models.architecture import FusedTensor, KernelCheck, MemoryTerms
 from jaxrl.models.aux_arrays import AuxArrays, TokenArraySpec
-from jaxrl.models.decoder import (
-    linear,
-    project,
-    read_positive_int,
-)
+from jaxrl.models.decoder import check_model_type, linear, project, read_positive_int
 from jaxrl.models.defaults import fill_hf_defaults
 from jaxrl.models.layers import Stacks
 from jaxrl.models.qwen import MLP, QwenConfig
@@ -132,11 +128,7 @@ class QwenMoeConfig(QwenConfig):
         Raises:
             ValueError: See `QwenConfig.from_dict`, or the numbers of experts are inconsistent.
         """
-        if fields.get("model_type") != "qwen3_moe":
-            raise ValueError(
-                f"{source}: model_type {fields.get('model_type')!r:.80} is not supported; expected "
-                "'qwen3_moe'."
-            )
+        check_model_type(fields, ["qwen3_moe"], source)
         # The dense decoder is Qwen3's.
         filled = fill_hf_defaults(fields, "qwen3_moe", source=source)
         if {"hidden_size", "num_attention_heads"} <= filled.keys():  # `qwen3`: 128

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxrl.extras.delta_net.qwen3_5 import Qwen35Config
 from jaxrl.extras.experts.qwen_moe import QwenMoeConfig, read_expert_fields
-from jaxrl.models.decoder import read_positive_int
+from jaxrl.models.decoder import check_model_type, read_positive_int
 from jaxrl.models.defaults import fill_hf_defaults
 
 DENSE_TYPES = {"qwen3_5_moe": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_text"}
@@ -31,12 +31,7 @@ class Qwen35MoeConfig(QwenMoeConfig, Qwen35Config):
         Raises:
             ValueError: See `Qwen35Config.from_dict` and `read_expert_fields`.
         """
-        model_type = fields.get("model_type")
-        if model_type not in DENSE_TYPES:
-            raise ValueError(
-                f"{source}: model_type {model_type!r:.80} is not supported; expected "
-                f"{' or '.join(map(repr, DENSE_TYPES))}."
-            )
+        model_type = check_model_type(fields, DENSE_TYPES, source)
         is_text = model_type == "qwen3_5_moe_text"
         text = fields if is_text else fields.get("text_config")
         if not isinstance(text, dict):

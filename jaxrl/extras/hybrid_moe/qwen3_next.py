@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 
 from jaxrl.extras.delta_net.qwen3_5 import DeltaNet, Qwen35Config
 from jaxrl.extras.experts.qwen_moe import QwenMoeConfig, read_expert_fields
-from jaxrl.models.decoder import linear, linear_axes, read_positive_int
+from jaxrl.models.decoder import check_model_type, linear, linear_axes, read_positive_int
 from jaxrl.models.defaults import fill_hf_defaults
 from jaxrl.types import Params
 
@@ -61,11 +61,7 @@ class Qwen3NextConfig(QwenMoeConfig, Qwen35Config):
         Raises:
             ValueError: See `Qwen35Config.from_dict` and `read_expert_fields`.
         """
-        model_type = fields.get("model_type")
-        if model_type != "qwen3_next":
-            raise ValueError(
-                f"{source}: model_type {model_type!r:.80} is not supported; expected 'qwen3_next'."
-            )
+        check_model_type(fields, ["qwen3_next"], source)
         filled = fill_hf_defaults(fields, "qwen3_next", source=source)
         shared_width = read_positive_int(filled, "shared_expert_intermediate_size", source)
         hybrid = Qwen35Config.from_dict({**filled, "model_type": "qwen3_5_text"}, source=source)

@@ -21,6 +21,7 @@ from jaxrl.extras.vision.vision import QwenVision
 from jaxrl.models.architecture import Attend
 from jaxrl.models.attachments import POSITIONS, UNITS
 from jaxrl.models.attention import reference
+from jaxrl.models.decoder import check_model_type
 from jaxrl.models.defaults import fill_hf_defaults
 from jaxrl.models.layers import LayerScan, SamplerLayerScan
 from jaxrl.models.qwen import QwenConfig
@@ -58,11 +59,7 @@ class QwenVLConfig(QwenConfig):
         Raises:
             ValueError: The file requires an unsupported architecture or feature.
         """
-        if fields.get("model_type") != cls.model_type:
-            raise ValueError(
-                f"{source}: model_type {fields.get('model_type')!r:.80} is not supported; expected "
-                f"{cls.model_type!r}."
-            )
+        check_model_type(fields, [cls.model_type], source)
         vision_fields = fields.get("vision_config")
         if vision_fields is None:
             raise ValueError(f"{source} lacks the field 'vision_config', an object.")
