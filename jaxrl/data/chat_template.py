@@ -373,35 +373,28 @@ class ChatTemplate:
 
 
 def check_result_order(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Check that tool results are in the same order as their calls.
+    """Check that tool results are in the same order as the ids of their calls.
 
-    The order matters because most chat templates drop the ids and names that link results to calls.
+    The order matters because most chat templates drop the ids that link results to calls.
 
     Raises:
         ValueError: A result is out of order or has no call. The error names the message.
     """
     ids: list[Any] = []
-    names: list[Any] = []
     num_results = 0
     for index, message in enumerate(messages):
         if message["role"] != "tool":
             calls = [call for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
-            ids = [call.get("id") for call in calls]
-            names = [dict(call.get("function") or {}).get("name") for call in calls]
-            num_results = 0
+            ids, num_results = [call.get("id") for call in calls], 0
             continue
+        reference, expected = message.get("tool_call_id"), ids[num_results : num_results + 1]
         num_results += 1
-        for field, known in (("tool_call_id", ids), ("name", names)):
-            reference, expected = message.get(field), known[num_results - 1 : num_results]
-            is_unknown = reference not in known
-            # A name may also refer to a person or program, but an id always refers to a call.
-            is_free = is_unknown and (field == "name" or not known or None in known)
-            if reference is not None and [reference] != expected and not is_free:
-                raise ValueError(
-                    f"message {index + 1} has the {field} {reference!r}; expected the result of "
-                    f"{'no further call' if not expected else repr(expected[0])}: put the tool "
-                    "results in the order of the calls."
-                )
+        if ids and None not in (reference, *ids) and [reference] != expected:
+            raise ValueError(
+                f"message {index + 1} has the tool_call_id {reference!r}; expected the result of "
+                f"{repr(expected[0]) if expected else 'no further call'}: put the tool results in "
+                "the order of the calls."
+            )
 
 
 def _serialize_fields(message: Message) -> str:
