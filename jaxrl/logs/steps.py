@@ -76,8 +76,8 @@ def compute_engine_metrics(engine: Engine, before: EngineCounts) -> dict[str, fl
     now, previous = dataclasses.asdict(engine.counts), dataclasses.asdict(before)
     deltas = {name: now[name] - previous[name] for name in now}
     cache_use = engine.peak_pages / engine.num_pages
-    parts = distributed.gather({**deltas, "cache_use": cache_use})
-    totals = {name: sum(part[name] for part in parts) for name in now}
+    by_process = distributed.gather({**deltas, "cache_use": cache_use})
+    totals = {name: sum(counts[name] for counts in by_process) for name in now}
     return {
         "rollout/row_occupancy": totals["sampled"] / max(totals["row_steps"], 1),
         "rollout/prefilled_prompt_tokens": totals["prefilled_prompt"],
@@ -85,14 +85,16 @@ def compute_engine_metrics(engine: Engine, before: EngineCounts) -> dict[str, fl
         "rollout/sampled_tokens": totals["sampled"],
         "rollout/preemptions": totals["preemptions"],
         "rollout/swapped_tokens": totals["swapped"],
-        "rollout/cache_use": max(part["cache_use"] for part in parts),
+        "rollout/cache_use": max(counts["cache_use"] for counts in by_process),
     }
 
 
 def compute_wait_metrics(engine: Engine) -> dict[str, float]:
     """Return the seconds spent waiting for environments, by reason (maximum over processes)."""
-    parts = distributed.gather({name: engine.wait_s[name] for name in WAIT_REASONS})
-    return {f"timing_s/wait_{name}": max(part[name] for part in parts) for name in WAIT_REASONS}
+    by_process = distributed.gather({name: engine.wait_s[name] for name in WAIT_REASONS})
+    return {
+        f"timing_s/wait_{name}": max(waits[name] for waits in by_process) for name in WAIT_REASONS
+    }
 
 
 def compute_lag_metrics(

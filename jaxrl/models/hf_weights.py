@@ -232,9 +232,9 @@ def load_tensors(
             assert index is not None  # None only for scalars
             axes, shape = names[param].count("{}"), shapes[param].shape
             ranges = [range(size)[part] for size, part in zip(shape, index, strict=True)]
-            wanted = [len(numbers) for numbers in ranges]
-            array = np.empty(wanted, dtype)  # filled in place, to avoid a second copy
-            locations = product(*map(range, wanted[:axes]))
+            lengths = [len(numbers) for numbers in ranges]
+            array = np.empty(lengths, dtype)  # filled in place, to avoid a second copy
+            locations = product(*map(range, lengths[:axes]))
             for location, i in zip(locations, product(*ranges[:axes]), strict=True):
                 data = tensors[_format_hf_name(config, param, names[param], i)].data
                 part = index[axes:]
@@ -590,8 +590,8 @@ def _check_export_source(config: Architecture, source: Path, path: Path) -> None
     if config.head_dtype:  # not part of config.json
         config = config.with_head_dtype("")
     if origin != config:
-        wanted = vars(config)
-        differing = [name for name, value in vars(origin).items() if value != wanted[name]]
+        expected = vars(config)
+        differing = [name for name, value in vars(origin).items() if value != expected[name]]
         raise ValueError(
             f"{str(source)!r} is not the model to export: its "
             f"{', '.join(differing)} differ; expected the model that training started from."

@@ -224,8 +224,8 @@ def load_video_rules(
     fields: dict[str, Any] = {}
     for file in (Path(folder) / name for name in reversed(FILES)):
         if file.is_file():
-            found = read_object(file)
-            fields = found.get("video_processor", fields) if file.name == FILES[0] else found
+            content = read_object(file)
+            fields = content.get("video_processor", fields) if file.name == FILES[0] else content
     config = Path(folder) / "config.json"
     model_type = read_object(config).get("model_type") if config.is_file() else ""
     rules_type = Qwen3VideoRules if str(model_type).startswith("qwen3") else VideoRules
