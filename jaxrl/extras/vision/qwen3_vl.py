@@ -31,19 +31,16 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxrl.extras.vision.processor import Image
 from jaxrl.extras.vision.qwen_vl import QwenVLConfig
 from jaxrl.extras.vision.tower import (
-    ATTENTION_AXES,
     EPSILON,
     QUERY_BLOCK,
     VisionTower,
     attend_segments,
-    make_biased_linear_axes,
     make_linear_hf_names,
 )
 from jaxrl.models.architecture import MemoryTerms
@@ -95,7 +92,6 @@ class Qwen3Vision(VisionTower):
     """Vision tower of Qwen3-VL, built from a `vision_config`.
 
     Attributes:
-        side: Number of positions along each side of the learned grid; 0 without learned positions.
         deepstack_layers: Sorted indices of the tower layers that output DeepStack features.
     """
 
@@ -104,7 +100,6 @@ class Qwen3Vision(VisionTower):
     has_deepstack: ClassVar[bool] = True
     has_split_videos = True
 
-    side: int = 0
     deepstack_layers: tuple[int, ...] = ()
 
     @classmethod
@@ -255,65 +250,6 @@ class Qwen3Vision(VisionTower):
             return (weights[i][:, 0] * weights[j][:, 1])[:, None] * vectors
 
         return get_corner(0, 0) + get_corner(0, 1) + get_corner(1, 0) + get_corner(1, 1)
-
-    # Parameters.
-
-    def abstract_params(self) -> Params:
-        """Return the parameters as `jax.ShapeDtypeStruct`s."""
-        merged_width, deep = self.num_patches_per_token * self.width, len(self.deepstack_layers)
-        norms = {
-            "blocks/norm1": (self.num_layers, self.width),
-            "blocks/norm2": (self.num_layers, self.width),
-            "merger/norm": (self.width,),
-            "deepstack/norm": (deep, merged_width),
-        }
-        return self._make_abstract_params(
-            {
-                "patch/bias": (self.width,),
-                "positions/embedding": (self.side**2, self.width),
-                **{f"{name}/{part}": norms[name] for name in norms for part in ("scale", "bias")},
-            },
-            (
-                ("blocks/attention/qkv", self.width, 3 * self.width),
-                ("blocks/attention/o", self.width, self.width),
-                ("blocks/mlp/up", self.width, self.mlp_width),
-                ("blocks/mlp/down", self.mlp_width, self.width),
-                ("merger/up", merged_width, merged_width),
-                ("merger/down", merged_width, self.out_width),
-                ("deepstack/up", merged_width, merged_width),
-                ("deepstack/down", merged_width, self.out_width),
-            ),
-            {"blocks": self.num_layers, "deepstack": deep},
-        )
-
-    def logical_axes(self) -> dict[str, Any]:
-        """Return the axis names. MLPs are tensor-parallel; attention is not."""
-        norm = {"scale": ("layer", None), "bias": ("layer", None)}
-        axes = {
-            "patch": {"filter": ("width", None, None, None, None), "bias": (None,)},
-            "positions": {"embedding": (None, None)},
-            "blocks": {
-                "norm1": norm,
-                "norm2": norm,
-                "attention": ATTENTION_AXES,
-                "mlp": {
-                    "up": make_biased_linear_axes("width", "mlp", "layer"),
-                    "down": make_biased_linear_axes("mlp", "width", "layer"),
-                },
-            },
-            "merger": {
-                "norm": {"scale": (None,), "bias": (None,)},
-                "up": make_biased_linear_axes("width", "mlp"),
-                "down": make_biased_linear_axes("mlp", "width"),
-            },
-            "deepstack": {
-                "norm": norm,
-                "up": make_biased_linear_axes("width", "mlp", "layer"),
-                "down": make_biased_linear_axes("mlp", "width", "layer"),
-            },
-        }
-        leaves = flatten_dict(axes, sep="/")
-        return unflatten_dict({name: leaves[name] for name in self.names}, sep="/")
 
 
 @dataclass(frozen=True, kw_only=True)

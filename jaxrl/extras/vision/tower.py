@@ -42,16 +42,14 @@ QUERY_BLOCK = 256
 """Number of query patches whose scores are in memory at a time."""
 
 
-def make_biased_linear_axes(inputs: str | None, outputs: str | None, *stack: str) -> dict[str, Any]:
-    """Return the axis names of a linear layer with a bias, with leading axes `stack`."""
-    return {"kernel": (*stack, inputs, outputs), "bias": (*stack, outputs)}
-
-
-ATTENTION_AXES = {
-    "qkv": make_biased_linear_axes("width", None, "layer"),
-    "o": make_biased_linear_axes(None, "width", "layer"),
+LINEAR_AXES = {
+    "qkv": ("width", None),  # heads share an axis, so `tensor` cannot split them
+    "o": (None, "width"),
+    "gate": ("width", "mlp"),
+    "up": ("width", "mlp"),
+    "down": ("mlp", "width"),
 }
-"""Axis names of stacked attention. Heads share an axis, so `tensor` cannot split them."""
+"""Axis names of the kernel of each linear layer. MLPs are tensor-parallel; attention is not."""
 
 
 def make_linear_hf_names(names: Mapping[str, str]) -> dict[str, str]:
@@ -66,6 +64,7 @@ class VisionTower(Tower):
 
     Attributes:
         merge: Number of patches along each side of a unit, which becomes one token.
+        side: Number of positions along each side of the learned grid; 0 without learned positions.
     """
 
     has_split_videos: ClassVar[bool] = False  # True if text separates the frames of a video
@@ -86,6 +85,7 @@ class VisionTower(Tower):
     temporal_patch: int
     merge: int
     rope_theta: float
+    side: int = 0
     token_id: int
     video_id: int = -1
 
@@ -289,36 +289,47 @@ class VisionTower(Tower):
 
     # Parameters.
 
-    def _make_abstract_params(
-        self,
-        arrays: dict[str, tuple[int, ...]],
-        linears: Sequence[tuple[str, int, int]],
-        stacks: Mapping[str, int],
-    ) -> Params:
-        """Return the parameters as `jax.ShapeDtypeStruct`s.
-
-        Args:
-            arrays: Shape of each array outside linear layers, by name.
-            linears: Name, input width and output width of each linear layer with a bias.
-            stacks: Number of layers of each stacked entry.
-        """
-        filter_shape = (self.width, self.channels, self.temporal_patch, self.patch, self.patch)
-        shapes = {**arrays, "patch/filter": filter_shape}
-        for name, inputs, outputs in linears:
-            entry = name.split("/")[0]
-            stack = (stacks[entry],) if entry in stacks else ()
-            shapes[f"{name}/kernel"] = (*stack, inputs, outputs)
-            shapes[f"{name}/bias"] = (*stack, outputs)
+    def abstract_params(self) -> Params:
+        """Return the parameters as `jax.ShapeDtypeStruct`s."""
+        D, F, merged_width = self.width, self.mlp_width, self.num_patches_per_token * self.width
+        linear_shapes = {
+            "attention/qkv": (D, 3 * D),
+            "attention/o": (D, D),
+            "mlp/gate": (D, F),
+            "mlp/up": (D, F),
+            "mlp/down": (F, D),
+            "up": (merged_width, merged_width),
+            "down": (merged_width, self.out_width),
+        }
+        stacks = {"blocks": self.num_layers, "deepstack": self.num_deepstack_layers}
+        shapes: dict[str, tuple[int, ...]] = {
+            "patch/filter": (D, self.channels, self.temporal_patch, self.patch, self.patch),
+            "patch/bias": (D,),
+            "positions/embedding": (self.side**2, D),
+        }
+        for name in self.names.keys() - shapes.keys():
+            entry, _, rest = name.partition("/")
+            layer, _, leaf = rest.rpartition("/")
+            norm_width = merged_width if entry == "deepstack" else D
+            inputs, outputs = linear_shapes.get(layer, (norm_width, norm_width))
+            shape = (inputs, outputs) if leaf == "kernel" else (outputs,)
+            shapes[name] = (stacks[entry], *shape) if entry in stacks else shape
         leaves = {name: jax.ShapeDtypeStruct(shapes[name], jnp.float32) for name in self.names}
         return unflatten_dict(leaves, sep="/")
 
-    @abstractmethod
-    def abstract_params(self) -> Params:
-        """Return the parameters as `jax.ShapeDtypeStruct`s."""
-
-    @abstractmethod
     def logical_axes(self) -> dict[str, Any]:
         """Return the axis names of each parameter."""
+        axes: dict[str, tuple[str | None, ...]] = {
+            "patch/filter": ("width", None, None, None, None),
+            "patch/bias": (None,),
+            "positions/embedding": (None, None),
+        }
+        for name in self.names.keys() - axes.keys():
+            entry, *_, layer, leaf = name.split("/")
+            inputs, outputs = LINEAR_AXES.get(layer, (None, None))  # norms are not split
+            leaf_axes = (inputs, outputs) if leaf == "kernel" else (outputs,)
+            axes[name] = ("layer", *leaf_axes) if entry in ("blocks", "deepstack") else leaf_axes
+        return unflatten_dict({name: axes[name] for name in self.names}, sep="/")
 
 
 def attend_segments(

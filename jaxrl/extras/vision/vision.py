@@ -32,12 +32,10 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl.extras.vision.processor import Image
 from jaxrl.extras.vision.tower import (
-    ATTENTION_AXES,
     EPSILON,
     QUERY_BLOCK,
     VisionTower,
     attend_segments,
-    make_biased_linear_axes,
     make_linear_hf_names,
     masked_attention,
 )
@@ -197,49 +195,6 @@ class QwenVision(VisionTower):
         )
         x = linear(merger["down"], jax.nn.gelu(linear(merger["up"], x), approximate=False))
         return layer_scan.constrain_to_shards(x.reshape(S, P // self.num_patches_per_token, -1))
-
-    def abstract_params(self) -> Params:
-        """Return the parameters as `jax.ShapeDtypeStruct`s."""
-        merged_width = self.num_patches_per_token * self.width
-        return self._make_abstract_params(
-            {
-                "merger/norm/scale": (self.width,),
-                "blocks/norm1/scale": (self.num_layers, self.width),
-                "blocks/norm2/scale": (self.num_layers, self.width),
-            },
-            (
-                ("blocks/attention/qkv", self.width, 3 * self.width),
-                ("blocks/attention/o", self.width, self.width),
-                ("blocks/mlp/gate", self.width, self.mlp_width),
-                ("blocks/mlp/up", self.width, self.mlp_width),
-                ("blocks/mlp/down", self.mlp_width, self.width),
-                ("merger/up", merged_width, merged_width),
-                ("merger/down", merged_width, self.out_width),
-            ),
-            {"blocks": self.num_layers},
-        )
-
-    def logical_axes(self) -> dict[str, Any]:
-        """Return the axis names. MLPs are tensor-parallel; attention is not."""
-        norm = {"scale": ("layer", None)}
-        return {
-            "patch": {"filter": ("width", None, None, None, None)},
-            "blocks": {
-                "norm1": norm,
-                "norm2": norm,
-                "attention": ATTENTION_AXES,
-                "mlp": {
-                    "gate": make_biased_linear_axes("width", "mlp", "layer"),
-                    "up": make_biased_linear_axes("width", "mlp", "layer"),
-                    "down": make_biased_linear_axes("mlp", "width", "layer"),
-                },
-            },
-            "merger": {
-                "norm": {"scale": (None,)},
-                "up": make_biased_linear_axes("width", "mlp"),
-                "down": make_biased_linear_axes("mlp", "width"),
-            },
-        }
 
 
 @cache
