@@ -546,7 +546,7 @@ class Trainer:
         return trajectory.token_steps(lambda token_id: self.tokenizer.decode([token_id]))
 
     def next_tasks(self, count: int = 0) -> list[Task]:
-        """Return the next `count` tasks of the stream, by default `rollout.tasks_per_step`.
+        """Return the next `count` tasks of the stream; `rollout.tasks_per_step` if `count` is 0.
 
         Repeated calls return the same tasks until `rollout` or `collect` is called. `rollout`
         samples these tasks as `train` would.

@@ -285,7 +285,7 @@ def load_run_state(
     if rollbacks:
         apply_rollback(progress, rollbacks[-1], checkpointer)
     if components.processor is not None:
-        progress.restore_images(components.processor.with_images)
+        progress.restore_images(components.processor.reload_images)
     # The restore succeeded, so the workdir may change: drop records after the checkpoint.
     if record_start is not None:
         record_start()

@@ -385,7 +385,7 @@ class Learner:
         progress, policy_version = self.run_state.progress, int(self.state.num_updates)
         if self._accumulated_groups:
             raise ValueError("there are accumulated gradients; call apply_gradients first.")
-        groups = self._prepare_groups(groups)
+        groups = self._prepare_update(groups)
         while True:
             try:
                 results = self._take_optimizer_steps(groups, loss)
@@ -474,7 +474,7 @@ class Learner:
         method, update = self._select_loss(loss)
         single = dataclasses.replace(method.optimizer, num_minibatches=1, num_epochs=1)
         method = dataclasses.replace(method, optimizer=single)
-        groups = self._prepare_groups(groups)
+        groups = self._prepare_update(groups)
         [pieces] = self._pack_minibatches(groups, method)
         if pieces:
             with interruptible(self.run_state.should_stop):
@@ -534,7 +534,7 @@ class Learner:
             self._custom_losses[loss] = method, update
         return self._custom_losses[loss]
 
-    def _prepare_groups(self, groups: Sequence[Group]) -> list[Group]:
+    def _prepare_update(self, groups: Sequence[Group]) -> list[Group]:
         """Check the groups to train on, and free the sampler's memory for the update."""
         if self.run_state.is_stage_done:
             raise ValueError(

@@ -527,7 +527,7 @@ class Batch:
 
 @struct.dataclass
 class TrainState:
-    """Parameters, optimizer state and counters, as changed by the update step."""
+    """Parameters, optimizer state and counters, which each update step replaces."""
 
     params: Params  # float32 master weights
     opt_state: Any

@@ -263,7 +263,7 @@ def read_tokens(config, weights, cache, tables, start, counts, token_ids):
         return out.astype(q.dtype).reshape(B * C, *q.shape[2:]), written
 
     layer_scan = SamplerLayerScan(attend, cache)
-    weights = prepare_sampler_weights(weights, scan=False, stacks=config.partial_stacks)
+    weights = prepare_sampler_weights(weights, scan=False, stacks=config.partial_layer_indices)
     hidden = config.sampler_hidden_states(
         weights, token_ids.reshape(-1), positions.reshape(-1), layer_scan
     )

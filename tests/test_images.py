@@ -527,7 +527,7 @@ def test_a_saved_trajectory_restores_its_images(processor, tmp_path):
     before = dataclasses.replace(plain, task=task, attachments=attachments)
     saved_fields = json.loads(json.dumps(serialization.serialize_trajectory(before)))
     restored = serialization.deserialize_trajectory(saved_fields)
-    [group] = processor.with_images([Group(trajectories=(restored,))])
+    [group] = processor.reload_images([Group(trajectories=(restored,))])
     [after] = group.trajectories
     assert after.attachments == attachments  # from the processor's cache
     assert (after.task, after.turns) == (before.task, before.turns)

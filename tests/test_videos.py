@@ -223,7 +223,7 @@ def test_a_saved_trajectory_restores_its_videos(processor, tmp_path):
     before = dataclasses.replace(plain, task=task, attachments=tuple(map(processor, videos)))
     saved = json.loads(json.dumps(serialization.serialize_trajectory(before)))
     restored = serialization.deserialize_trajectory(saved)
-    [group] = processor.with_images([Group(trajectories=(restored,))])
+    [group] = processor.reload_images([Group(trajectories=(restored,))])
     assert group.trajectories[0].task == task
     assert group.trajectories[0].attachments == before.attachments
     for video in (Video(path=frames[0].path), Video(data=data)):

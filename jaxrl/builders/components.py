@@ -199,7 +199,7 @@ def build(
         # Groups from other processes arrive without images, so the processor reloads them.
         return SharedRollout(
             make_local_rollout(envs, image_processor),
-            restore=image_processor.with_images if image_processor else list,
+            restore=image_processor.reload_images if image_processor else list,
         )
 
     # Drop or reject tasks with overlong prompts.

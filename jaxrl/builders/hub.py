@@ -54,7 +54,7 @@ def download_files(
     ]
     commits = {(uri.type, uri.id): uri.revision for uri in uris}
 
-    def download_name(key: str, name: str, files: tuple[str, ...] = ()) -> tuple[str, str]:
+    def download_from_hub(key: str, name: str, files: tuple[str, ...] = ()) -> tuple[str, str]:
         """Download `name`; return its local path, and the name with its commit."""
         if not is_hub_name(name):
             return name, name
@@ -72,15 +72,15 @@ def download_files(
         if entry.holds == MODEL and key.startswith(("model.", f"search.{c.corpus_section}.")):
             has_weights = key != "model.path" or c.policy.name == LOCAL_MODEL
             files = MODEL_FILES + WEIGHT_FILES * has_weights
-            values[key] = download_name(key, c[key], ("config.json",) if for_plan else files)
+            values[key] = download_from_hub(key, c[key], ("config.json",) if for_plan else files)
     # Data of the configured stages.
     if "sft" in c.stages and not for_plan and not c.members:
-        values["sft.source"] = download_name("sft.source", c.sft.source)
+        values["sft.source"] = download_from_hub("sft.source", c.sft.source)
     for kind in c.task_sources:
         key = f"tasks.{kind}.source"
-        values[key] = download_name(key, c[key])
+        values[key] = download_from_hub(key, c[key])
         entries = [
-            (entry, download_name(f"{key}s", str(entry.get("source", ""))))
+            (entry, download_from_hub(f"{key}s", str(entry.get("source", ""))))
             for entry in c[f"{key}s"]
         ]
         local, pinned = (

@@ -201,7 +201,7 @@ def resolve_entry_points(config: ConfigDict) -> None:
 
 
 def resolve_reward_entry_points(config: ConfigDict, environment_parts: Iterable[str]) -> None:
-    """Replace entry-point names of rewards, except names of the environment's reward parts."""
+    """Replace entry-point names by dotted names, except the environment's reward parts."""
     for key in REWARD_KEYS:
         _replace_entry_point_names(
             config, key, KEYS["reward.weights"].group, set(environment_parts)

@@ -678,13 +678,13 @@ RESTART = {
 """Default of `Key.restart` by section."""
 
 
-def _get_default_restart(name: str) -> str:
+def _get_default_restart_rule(name: str) -> str:
     sections = (value for section, value in RESTART.items() if name.startswith(f"{section}."))
     return next(sections, RESULTS)
 
 
 KEYS = {
-    name: replace(key, restart=key.restart or _get_default_restart(name))
+    name: replace(key, restart=key.restart or _get_default_restart_rule(name))
     for name, key in _ENTRIES.items()
 }
 """All configuration keys by full dotted name."""

@@ -360,7 +360,7 @@ def _parse_part(part: Any, folder: Path) -> tuple[str, Picture | None]:
 
 
 def _parse_images(fields: dict[str, Any], folder: Path) -> tuple[Picture, ...]:
-    """Parse the fields `images` and `videos` of a record to one tuple."""
+    """Parse the fields `images` and `videos` of a record into one tuple."""
     images: list[Picture] = []
     for name, parse in (("images", parse_images), ("videos", parse_videos)):
         try:

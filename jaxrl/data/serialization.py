@@ -34,7 +34,7 @@ def serialize_trajectory(trajectory: Trajectory) -> dict[str, Any]:
     """Convert a trajectory to JSON values.
 
     Arrays are encoded as base64 of their little-endian bytes. `RECOMPUTED_FIELDS` are omitted. So
-    are `attachments`, because `ImageProcessor.with_images` restores them from the images.
+    are `attachments`, because `ImageProcessor.reload_images` restores them from the images.
     """
     names = [field.name for field in dataclasses.fields(trajectory)]
     omitted = (*RECOMPUTED_FIELDS, "attachments", "token_arrays")  # `token_arrays` is added below

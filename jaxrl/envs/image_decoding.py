@@ -77,7 +77,7 @@ def read_orientation(image: PIL.Image.Image) -> int | None:
 
 
 def read_upright_size(image: PIL.Image.Image) -> tuple[int, int]:
-    """Return the width and height of an image once upright, without reading its pixels."""
+    """Return the width and height of an image in its EXIF orientation, without decoding pixels."""
     width, height = image.size
     is_transposed = read_orientation(image) in TRANSPOSED_ORIENTATIONS
     return (height, width) if is_transposed else (width, height)

@@ -245,7 +245,7 @@ def _is_list(value: Any) -> bool:
 
 
 def parse_images(values: Any, folder: Path) -> tuple[Picture, ...]:
-    """Parse an image or a list of images to a tuple. Raises the same errors as `parse_image`."""
+    """Parse an image or a list of images into a tuple. Raises the same errors as `parse_image`."""
     if values is None:
         return ()
     images = []

@@ -181,7 +181,7 @@ class Architecture(ABC):
         return None
 
     @property
-    def partial_stacks(self) -> Stacks:
+    def partial_layer_indices(self) -> Stacks:
         """Return the layer indices of each module of `blocks` that only some layers have."""
         return {}
 
@@ -193,7 +193,7 @@ class Architecture(ABC):
     @property
     def num_recurrent_layers(self) -> int:
         """Return the number of layers with a state instead of keys and values."""
-        return len(self.partial_stacks.get(self.recurrent_module, ()))
+        return len(self.partial_layer_indices.get(self.recurrent_module, ()))
 
     @property
     def num_attention_layers(self) -> int:

@@ -84,7 +84,7 @@ class Tower(ABC):
         """Return the memory of one layer, per patch instead of per token."""
 
     @abstractmethod
-    def num_scores(self, num_patches: int) -> int:
+    def num_attention_scores(self, num_patches: int) -> int:
         """Return the number of attention scores in memory at a time, for `num_patches` patches."""
 
     @property

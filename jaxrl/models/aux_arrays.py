@@ -43,7 +43,7 @@ class TokenArraySpec:
 
 @runtime_checkable
 class StatisticsReader(Protocol):
-    """Reader of a forward pass's sums over tokens: computes metrics and a load-balancing loss."""
+    """Functions that compute metrics and a loss from a forward pass's sums over tokens."""
 
     def metrics(self, sums: Any) -> dict[str, jax.Array]:
         """Compute scalar metrics from the sums over a mini-batch."""

@@ -202,9 +202,9 @@ def init_params(config: Decoder, seed: int) -> Params:
 
 
 def _trim_stacks(config: Decoder, module: DecoderModule) -> Params:
-    """Return the parameters, with each stack in `partial_stacks` cut to its listed layers."""
+    """Return the parameters, with each stack cut to its layers in `partial_layer_indices`."""
     params = nnx.to_pure_dict(nnx.state(module, nnx.Param))
-    for name, layers in config.partial_stacks.items():
+    for name, layers in config.partial_layer_indices.items():
         selected = jax.tree.map(
             lambda leaf, count=len(layers): leaf[:count], params["blocks"][name]
         )
@@ -657,7 +657,9 @@ class Decoder(Architecture):
             return (x, extra_state), layer_index
 
         carry = (x, self.init_extra_state(aux, len(x))), init_layer_index(features)
-        (x, extra_state), _ = layer_scan(apply_layer, carry, params["blocks"], self.partial_stacks)
+        (x, extra_state), _ = layer_scan(
+            apply_layer, carry, params["blocks"], self.partial_layer_indices
+        )
         self.store_extra_state(aux, extra_state)
         return self.norm(x, params["norm"]["scale"])
 

@@ -126,7 +126,7 @@ class HasWeights(Protocol):
         ...
 
     @property
-    def partial_stacks(self) -> Stacks:
+    def partial_layer_indices(self) -> Stacks:
         """Return the modules of `blocks` that only some layers have."""
         ...
 
@@ -151,7 +151,7 @@ def locate_hf_tensors(config: HasWeights) -> dict[str, TensorLocation]:
 
 def _format_hf_name(config: HasWeights, param: str, name: str, index: Sequence[int]) -> str:
     """Return the HF name of a parameter's slice; `index[0]` is the layer's index in its stack."""
-    layers = config.partial_stacks.get(param.split("/")[1]) if index else None
+    layers = config.partial_layer_indices.get(param.split("/")[1]) if index else None
     return name.format(layers[index[0]], *index[1:]) if layers else name.format(*index)
 
 

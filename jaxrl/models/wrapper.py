@@ -45,7 +45,7 @@ class WrappedArchitecture(Architecture):
     kernel_summary: Any = _make_delegating_property("kernel_summary")
     kernel_checks: Any = _make_delegating_property("kernel_checks")
     tower: Tower | None = _make_delegating_property("tower")
-    partial_stacks: Any = _make_delegating_property("partial_stacks")
+    partial_layer_indices: Any = _make_delegating_property("partial_layer_indices")
     recurrent_module: str = _make_delegating_property("recurrent_module")
     state_specs: Any = _make_delegating_property("state_specs")
     hf_config: Any = _make_delegating_property("hf_config")

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from jaxrl.objectives.segments import segment_sums
+from jaxrl.objectives.segments import broadcast_segment_sums
 
 Array = jax.Array | np.ndarray
 
@@ -45,9 +45,9 @@ def importance_weights(
     """
     log_ratio = jnp.where(loss_mask, jnp.asarray(old_logprobs) - rollout_logprobs, 0.0)
     if level != "token":
-        log_ratio = segment_sums(log_ratio, segment_ids)
+        log_ratio = broadcast_segment_sums(log_ratio, segment_ids)
     if level == "geometric":
-        counts = segment_sums(jnp.asarray(loss_mask, jnp.float32), segment_ids)
+        counts = broadcast_segment_sums(jnp.asarray(loss_mask, jnp.float32), segment_ids)
         log_ratio = log_ratio / jnp.maximum(counts, 1.0)
     ratio = jnp.exp(jnp.clip(log_ratio, -20.0, 20.0))
     if mode == "truncate":

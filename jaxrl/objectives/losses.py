@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from jaxrl.objectives.segments import segment_sums
+from jaxrl.objectives.segments import broadcast_segment_sums
 
 Array = jax.Array | np.ndarray
 
@@ -105,8 +105,8 @@ def gspo_policy_loss(
     # log-probability.
     masked_logprobs = jnp.where(loss_mask, logprobs, 0.0)
     log_ratios = jax.lax.stop_gradient(masked_logprobs - jnp.where(loss_mask, old_logprobs, 0.0))
-    counts = segment_sums(loss_mask.astype(jnp.float32), segment_ids)
-    mean = segment_sums(log_ratios, segment_ids) / jnp.maximum(counts, 1.0)
+    counts = broadcast_segment_sums(loss_mask.astype(jnp.float32), segment_ids)
+    mean = broadcast_segment_sums(log_ratios, segment_ids) / jnp.maximum(counts, 1.0)
     # Clip last, so that a ratio beyond 20 nats has no gradient, as in `_compute_log_ratio`.
     log_ratio = jnp.clip(
         mean + (masked_logprobs - jax.lax.stop_gradient(masked_logprobs)), -20.0, 20.0

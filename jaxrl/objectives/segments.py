@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int
 Array = jax.Array | np.ndarray
 
 
-def segment_sums(
+def broadcast_segment_sums(
     values: Float[Array, "R T"], segment_ids: Int[Array, "R T"]
 ) -> Float[jax.Array, "R T"]:
     """Sum `values` over each token's segment, bit-identically for all tokens of a segment.
@@ -27,9 +27,7 @@ def segment_sums(
     is_end = jnp.pad(changes, ((0, 0), (0, 1)), constant_values=True)
     pair = (jnp.asarray(values), is_start)
     running, _ = jax.lax.associative_scan(_combine_segmented_sums, pair, axis=1)
-    totals, _ = jax.lax.associative_scan(
-        _propagate_segment_totals, (running, is_end), axis=1, reverse=True
-    )
+    totals, _ = jax.lax.associative_scan(_combine_spans, (running, is_end), axis=1, reverse=True)
     return jnp.where(segment_ids != 0, totals, 0.0)
 
 
@@ -42,6 +40,6 @@ def _combine_segmented_sums(left: Pair, right: Pair) -> Pair:
     return value, left[1] | right[1]
 
 
-def _propagate_segment_totals(right: Pair, left: Pair) -> Pair:
+def _combine_spans(right: Pair, left: Pair) -> Pair:
     """Combine two adjacent spans, as (value at the first segment end, has an end)."""
     return jnp.where(left[1], left[0], right[0]), left[1] | right[1]

@@ -299,7 +299,7 @@ def decode_shardings(mesh: Mesh, config: Architecture, *, scan_layers: bool) -> 
     stacked = jax.eval_shape(
         lambda params: config.weights_for_decoding(params, jnp.float32), config.abstract_params()
     )
-    stacks = config.partial_stacks
+    stacks = config.partial_layer_indices
     weights = jax.eval_shape(
         partial(prepare_sampler_weights, scan=scan_layers, stacks=stacks), stacked
     )

@@ -166,7 +166,7 @@ class Programs:
         """Convert all parameters of the policy to the layout and dtype used for decoding."""
         weights = self.architecture.weights_for_decoding(params, self.dtype)
         return prepare_sampler_weights(
-            weights, scan=self.scan_layers, stacks=self.architecture.partial_stacks
+            weights, scan=self.scan_layers, stacks=self.architecture.partial_layer_indices
         )
 
     def init_cache(self, num_pages: int, page_tokens: int, num_states: int = 0) -> SamplerCache:

@@ -722,7 +722,7 @@ class Engine:
         pages: Mapping[int, Sequence[int]] = MappingProxyType({}),
         states: Mapping[int, int] = MappingProxyType({}),
     ) -> CacheIndices:
-        """Return the indices of up to `PAGES_PER_TRANSFER` pages and one state of each shard."""
+        """Return for each shard the indices of one state and up to `PAGES_PER_TRANSFER` pages."""
         page_indices = np.full((self.num_shards, PAGES_PER_TRANSFER), self.num_pages, np.int32)
         state_slots = np.full(self.num_shards, self.num_states, np.int32)
         for shard, shard_pages in pages.items():

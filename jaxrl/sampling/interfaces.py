@@ -103,7 +103,7 @@ class ImageProcessor(Protocol):
             UnreadableImageError: The data is not an image, or it is damaged.
         """
 
-    def with_images(self, groups: Iterable[Group]) -> list[Group]:
+    def reload_images(self, groups: Iterable[Group]) -> list[Group]:
         """Reload the images of groups that come from another process or a checkpoint."""
 
     def make_blank_processor(self) -> ImageProcessor:

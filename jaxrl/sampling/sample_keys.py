@@ -45,7 +45,7 @@ _KEY_BLOCK = 256
 
 
 def derive_context_key(key: np.ndarray, number: int, device: Any = None) -> np.ndarray:
-    """Derive the random key `uint32 [2]` of a sample's context `number`, counted from 1.
+    """Derive the random key, uint32 [2], of a sample's context `number` (1-based).
 
     Token keys depend on the position in the context, and positions repeat across contexts.
     """

@@ -285,7 +285,7 @@ class EntropyThreshold:
         remain, nothing changes.
 
         Args:
-            window_entropies: Defined window entropies of each sample in nats, 1-D.
+            window_entropies: Entropies in nats of each sample's complete windows, 1-D.
             percentile: Percentile of a sample's windows, 0 to 100, interpolated linearly.
             decay: Decay of the moving average.
         """
@@ -320,7 +320,7 @@ class SkipSet:
         *,
         threshold: float,
     ) -> SkipSet:
-        """Add the tasks of all-correct, low-entropy groups. A skipped task stays skipped.
+        """Mark the tasks of all-correct, low-entropy groups as skipped. They stay skipped.
 
         ARES (https://arxiv.org/abs/2510.08457).
 
@@ -395,7 +395,7 @@ class Controllers:
         return self.kl.coef if isinstance(self.kl, AdaptiveKL | LogKL) else kl.coef
 
     def metrics(self) -> dict[str, Any]:
-        """Return all states as metrics `controller/<name>/<field>`, with sets of tasks as sizes."""
+        """Return all states as metrics `controller/<name>/<field>`; a set becomes its size."""
         states = dataclasses.asdict(self)
         if self.buckets is not None:
             counts = Counter(self.buckets.buckets.values())

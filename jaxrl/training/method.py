@@ -182,7 +182,7 @@ class Method:
 
     @property
     def gap_has_drift(self) -> bool:
-        """Return True if the measured gap to the sampler includes updates since sampling."""
+        """Return True if the policy is updated between sampling and the gap measurement."""
         num_updates = self.optimizer.num_minibatches * self.optimizer.num_epochs
         return self.has_lag or (self.loss.old_logprobs == "sampler" and num_updates > 1)
 

@@ -161,12 +161,12 @@ class Progress:
         """Step that produced the weights: the last step, or the best step after an early stop."""
         return self.step if self.weights_step is None else self.weights_step
 
-    def restore_images(self, with_images: Callable[[list[Group]], list[Group]]) -> None:
+    def restore_images(self, reload_images: Callable[[list[Group]], list[Group]]) -> None:
         """Reload the images of the groups; checkpoints store only their names."""
-        self.buffered_groups = with_images(self.buffered_groups)
+        self.buffered_groups = reload_images(self.buffered_groups)
         if (prefetched := self.prefetched) is not None:
             groups, buffered_groups = map(
-                with_images, (prefetched.groups, prefetched.buffered_groups)
+                reload_images, (prefetched.groups, prefetched.buffered_groups)
             )
             self.prefetched = dataclasses.replace(
                 prefetched, groups=groups, buffered_groups=buffered_groups

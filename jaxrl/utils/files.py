@@ -58,7 +58,7 @@ def check_not_moved(path: Path) -> None:
 
 
 def format_os_error(error: OSError, remedy: str = "", path: Path | None = None) -> str | None:
-    """Format the file, reason and remedy of a system error; return None for other errors.
+    """Format the file, reason and remedy of a system error; return None if it has no errno.
 
     Args:
         error: System error.

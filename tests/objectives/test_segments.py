@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.objectives.segments import segment_sums
+from jaxrl.objectives.segments import broadcast_segment_sums
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 ROWS, LENGTH = 3, 13  # one shape, so that jit compiles once; no power of two
-sums_jit = jax.jit(segment_sums)
+sums_jit = jax.jit(broadcast_segment_sums)
 
 
 def test_three_rows_by_hand():
@@ -75,7 +75,9 @@ def test_values_that_are_not_finite_stay_in_their_segment(extreme):
 def test_no_table_and_no_scatter():
     T = 512
     arrays = jax.ShapeDtypeStruct((1, T), jnp.float32), jax.ShapeDtypeStruct((1, T), jnp.int32)
-    lowered = jax.jit(jax.value_and_grad(lambda x, ids: segment_sums(x, ids).sum())).lower(*arrays)
+    lowered = jax.jit(
+        jax.value_and_grad(lambda x, ids: broadcast_segment_sums(x, ids).sum())
+    ).lower(*arrays)
     # Largest arrays of the program: the row itself, none of T x T.
     shapes = re.findall(r"tensor<((?:\d+x)+)", lowered.as_text())
     assert max(math.prod(map(int, shape[:-1].split("x"))) for shape in shapes) <= 2 * T

@@ -189,10 +189,10 @@ _STRING_LIST = re.compile(r"array\(|[\[{]\s*(?:['\"]|nan\b)")
 
 
 def _parse_answers(field: str, cell: str, location: str) -> Any:
-    """Parse a cell with answers: a list, as JSON or Python literal, or a single answer.
+    """Parse a cell with answers: a list, as JSON or a Python literal, or a single answer.
 
-    A collection that contains only numbers, such as the interval `[1, 2]`, is a single answer
-    unless it is a list in `answers` or `golden_answers`.
+    A collection of numbers, such as the interval `[1, 2]`, is a single answer. Only in the fields
+    `answers` and `golden_answers` is a list of numbers a list of answers.
 
     Raises:
         ValueError: The cell looks like a list but cannot be parsed.

@@ -213,7 +213,9 @@ def _list_verl_arguments(group: Sequence[ScoredEpisode], answer_is_text: bool) -
     return _list_arguments_per_episode(group, make_arguments)
 
 
-def _parse_verl(name: str, result: Any, _: Sequence[ScoredEpisode]) -> list[RewardPartResult]:
+def _parse_verl_result(
+    name: str, result: Any, _: Sequence[ScoredEpisode]
+) -> list[RewardPartResult]:
     if not isinstance(result, Mapping):
         return [RewardPartResult(score=to_number(name, result))]
     if "score" not in result:
@@ -278,7 +280,7 @@ CALLING_CONVENTIONS: dict[str, CallingConvention] = {
     "solution_str": CallingConvention(
         label="compute_score(data_source, solution_str, ground_truth, extra_info) as verl calls it",
         arguments=_list_verl_arguments,
-        parse=_parse_verl,
+        parse=_parse_verl_result,
     ),
     "turns": CallingConvention(
         label="f(turns, answers), which returns a list with a value for each turn",

@@ -14,7 +14,7 @@ class MockSearch(SearchEngine):
     """Search engine that returns a fixed text, on its own line, for each keyword in the query."""
 
     def __init__(self, *, documents: Mapping[str, str], path: str = "") -> None:
-        """Store the text of each keyword. Exactly one argument must be given.
+        """Store the text of each keyword. Either `documents` or `path` must be non-empty.
 
         Args:
             documents: Text by keyword.

@@ -38,7 +38,7 @@ def split_words(text: str) -> list[str]:
     return normalized.split()
 
 
-def make_phrases(task: Task) -> set[Phrase]:
+def get_searchable_answers(task: Task) -> set[Phrase]:
     """Return the accepted answers to search for in documents.
 
     The set is empty if documents cannot show that the task is answerable: the task has no accepted
@@ -95,9 +95,9 @@ def find_unanswerable_tasks(
 
     Returns:
         A flag per task, True if none of its answers occurs, and the number of tasks that were
-        checked. The flag is False for unchecked tasks (see `make_phrases`).
+        checked. The flag is False for unchecked tasks (see `get_searchable_answers`).
     """
-    phrases = [make_phrases(task) for task in tasks]
+    phrases = [get_searchable_answers(task) for task in tasks]
     present_phrases = find_phrases(set().union(*phrases), documents)
     return [are_all_missing(group, present_phrases) for group in phrases], sum(map(bool, phrases))
 

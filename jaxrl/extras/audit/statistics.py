@@ -25,7 +25,12 @@ from jaxrl.envs.rewards.qa import normalize_answer
 from jaxrl.envs.search.base import DocumentSearch, EmptySearch
 from jaxrl.envs.search.corpus import read_corpus
 from jaxrl.envs.search_env import SearchEnv
-from jaxrl.extras.audit.coverage import Phrase, are_all_missing, find_phrases, make_phrases
+from jaxrl.extras.audit.coverage import (
+    Phrase,
+    are_all_missing,
+    find_phrases,
+    get_searchable_answers,
+)
 from jaxrl.extras.audit.startup import sample_tasks
 from jaxrl.runtime.sharding import make_mesh
 from jaxrl.sampling.episodes import BaseRollout, TokenLimits
@@ -84,7 +89,9 @@ def compute_statistics(
         name: sample_tasks(tasks, max_tasks, seed=c.seed) for name, tasks in splits.items() if tasks
     }
     statistics: dict[str, dict[str, Statistic]] = {name: {} for name in samples}
-    phrases = {name: [make_phrases(task) for task in tasks] for name, tasks in samples.items()}
+    phrases = {
+        name: [get_searchable_answers(task) for task in tasks] for name, tasks in samples.items()
+    }
     # Coverage of the corpus, for all splits in one pass.
     present_phrases = None
     if section := c.corpus_section:

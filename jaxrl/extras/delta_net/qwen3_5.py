@@ -224,8 +224,8 @@ class Qwen35Config(QwenConfig):
         }
 
     @property
-    def partial_stacks(self) -> Stacks:
-        """Layers with attention and layers with a delta net."""
+    def partial_layer_indices(self) -> Stacks:
+        """Indices of the layers with attention and of those with a delta net."""
         delta = tuple(
             layer for layer in range(self.num_layers) if layer not in self.attention_layers
         )

@@ -50,7 +50,7 @@ class BertConfig:
     activation: str
 
     @property
-    def partial_stacks(self) -> Stacks:
+    def partial_layer_indices(self) -> Stacks:
         """Always empty, since all layers have the same parameters."""
         return {}
 

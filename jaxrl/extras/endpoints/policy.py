@@ -338,7 +338,7 @@ class ChatRollout(BaseRollout):
         prompt: list[Mapping[str, Any]] = []
         while sample.episode.outcome is None and not stop_event.is_set():
             try:
-                prompt = prompt or self._build_first_messages(draw)
+                prompt = prompt or self._start_with_messages(draw)
                 output = self._generate_turn(prompt, sample, draw, sampling)
             except OutageError:
                 raise
@@ -356,7 +356,7 @@ class ChatRollout(BaseRollout):
             else:
                 self._apply_step_result(sample, text, self._step_env(sample, text))
 
-    def _build_first_messages(self, draw: Draw) -> list[Mapping[str, Any]]:
+    def _start_with_messages(self, draw: Draw) -> list[Mapping[str, Any]]:
         """Start an episode; return its first messages, with images in place of placeholders."""
         opening, images = self._start_episode(draw.task), self._prepare_images(draw.task.images)
         prompt: list[Mapping[str, Any]] = []

@@ -157,14 +157,14 @@ class QwenMoeConfig(QwenConfig):
         return [layer for layer in range(self.num_layers) if layer not in self.expert_layers]
 
     @property
-    def partial_stacks(self) -> Stacks:
-        """Layers with an MLP and layers with experts, unless all have experts."""
+    def partial_layer_indices(self) -> Stacks:
+        """Indices of the layers with an MLP and with experts, unless all have experts."""
         if not self._dense_layers:
-            return super().partial_stacks
+            return super().partial_layer_indices
         experts = {"moe": self.expert_layers}
         if self.shared_width:
             experts["shared_expert"] = self.expert_layers
-        return {**super().partial_stacks, "mlp": tuple(self._dense_layers), **experts}
+        return {**super().partial_layer_indices, "mlp": tuple(self._dense_layers), **experts}
 
     def declare_feed_forward(self, rngs: nnx.Rngs) -> dict[str, nnx.Module]:
         """Declare the experts, and an MLP if some layers are dense."""

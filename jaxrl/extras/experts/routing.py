@@ -140,7 +140,7 @@ class RouterStatistics:
         return coef * num_experts * sums.counts.sum(axis=0) / rows**2
 
     def balance_loss(self, weights: jax.Array, sums: ExpertUsage) -> jax.Array:
-        """Compute a micro-batch's contribution to the loss, times the coefficient."""
+        """Compute a micro-batch's share of the load-balancing loss, times its coefficient."""
         return (weights * sums.probabilities.sum(axis=0)).sum()
 
 

@@ -304,7 +304,7 @@ def get_hf_module_name(model: Architecture, layer: str) -> str:
 
 def list_hf_module_names(model: Architecture, layer: str) -> list[str]:
     """Return the HF module names of a stacked layer, in the order of its leading axis."""
-    numbers = model.partial_stacks.get(layer.split("/")[1]) or range(model.num_layers)
+    numbers = model.partial_layer_indices.get(layer.split("/")[1]) or range(model.num_layers)
     return [get_hf_module_name(model, layer).format(number) for number in numbers]
 
 

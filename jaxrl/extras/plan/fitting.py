@@ -67,4 +67,4 @@ def compute_num_cache_pages(config: ResolvedConfig, model: Architecture, page_to
     """
     target = memory.detect_target()
     planned = memory.count_cache_pages(config, model, target)
-    return planned * memory.get_page_tokens(config, model, target) // page_tokens
+    return planned * memory.get_page_size(config, model, target) // page_tokens

@@ -252,7 +252,7 @@ def make_plan(config: ResolvedConfig, model: Architecture, target: Target) -> Pl
     if {"train", "evaluate"} & set(config.stages):
         phases.append(plan_rollout(config, model, target))
     if config.mesh.rollout_devices or (_frees_params(config) and "evaluate" in config.stages):
-        phases.append(_plan_weight_sync(config, model, target))
+        phases.append(_estimate_weight_sync_memory(config, model, target))
     if target.platform == "cpu":
         phases += [_plan_checkpoint(config, model, target, stage) for stage in training]
         phases = [_add_process_memory(phase, config, model, target) for phase in phases]
@@ -407,7 +407,7 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
             "activations of patches": patches
             * operand_bytes
             * (terms.activations if trains else terms.prefill_activations),
-            "attention scores of patches": 4 * (2 + trains) * tower.num_scores(patches),
+            "attention scores of patches": 4 * (2 + trains) * tower.num_attention_scores(patches),
         }
         resident["images, kept for the backward pass"] = values * (itemsize + copies * 2)
     phase = _make_phase(f"{stage} update", persistent, moments, resident)
@@ -449,7 +449,7 @@ def count_cache_pages(config: ResolvedConfig, model: Architecture, target: Targe
     )
 
 
-def get_page_tokens(config: ResolvedConfig, model: Architecture, target: Target) -> int:
+def get_page_size(config: ResolvedConfig, model: Architecture, target: Target) -> int:
     """Return the page size, in tokens, of the first candidate attention kernels."""
     return PAGE_TOKENS[_resolve_attention_kernels(config, model, target)]
 
@@ -468,7 +468,7 @@ def _shares_prompts(config: ResolvedConfig, model: Architecture, target: Target)
 
 
 def _get_cache_sizes(config: ResolvedConfig, model: Architecture, target: Target) -> CacheSizes:
-    mesh, page = make_target_mesh(config, model, target), get_page_tokens(config, model, target)
+    mesh, page = make_target_mesh(config, model, target), get_page_size(config, model, target)
     return CacheSizes.from_config(config, model, mesh, target.num_processes, page)
 
 
@@ -479,7 +479,7 @@ def _plan_sampling(config: ResolvedConfig, model: Architecture, target: Target) 
     itemsize = jnp.dtype(config.model.dtype).itemsize
     copies = is_cpu and itemsize < 4 and not CPU_HAS_BFLOAT16_MATMUL
     operand_bytes = 4 if copies else itemsize
-    token_bytes = cache.page_bytes // get_page_tokens(config, model, target)
+    token_bytes = cache.page_bytes // get_page_size(config, model, target)
 
     # Largest decode program. An evaluation may have fewer samples than rows.
     rows = cache.num_rows
@@ -548,7 +548,7 @@ def _plan_sampling(config: ResolvedConfig, model: Architecture, target: Target) 
             "activations of patches": patches
             * tower.estimate_layer_memory().prefill_activations
             * operand_bytes,
-            "attention scores of patches": 2 * 4 * tower.num_scores(patches),
+            "attention scores of patches": 2 * 4 * tower.num_attention_scores(patches),
         }
         for moment in moments.values():
             values = config.max_image_tokens * (1 + tower.num_deepstack_layers) * model.width
@@ -567,7 +567,9 @@ def _plan_sampling(config: ResolvedConfig, model: Architecture, target: Target) 
     return _make_phase("rollout", persistent | resident | searching, moments)
 
 
-def _plan_weight_sync(config: ResolvedConfig, model: Architecture, target: Target) -> Phase:
+def _estimate_weight_sync_memory(
+    config: ResolvedConfig, model: Architecture, target: Target
+) -> Phase:
     """Estimate the memory for copying weights to a sampler on devices without parameters.
 
     Training devices send a copy. After the last training stage, decode weights replace the
@@ -709,7 +711,7 @@ def _compute_shard_size(size: int, num_shards: int) -> int:
 
 
 def _count_policy_weights(config: ResolvedConfig, model: Architecture, mesh: Any) -> PolicyWeights:
-    """Return the sizes of the policy's weights on one device."""
+    """Return the bytes of the policy's weights on one device, by kind."""
     policy = build_policy_architecture(config, model)
     frozen, dtype = find_frozen_entries(config, policy), jnp.dtype(config.model.dtype)
     return measure_weights(policy, frozen, mesh, dtype)
@@ -809,6 +811,6 @@ def _describe_shapes(config: ResolvedConfig, model: Architecture, target: Target
             f"decode {rollout.chunk_tokens} steps of up to {rollout.max_num_seqs} rows over up to "
             f"{config.context_tokens} tokens; prefill up to {prefill_tokens} tokens on a device; "
             f"cache {count_cache_pages(config, model, target)} pages x "
-            f"{get_page_tokens(config, model, target)} tokens on a device"
+            f"{get_page_size(config, model, target)} tokens on a device"
         )
     return shapes

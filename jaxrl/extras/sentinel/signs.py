@@ -152,7 +152,7 @@ class StepHistory:
         return _get_values(name, self.past[: max(len(self.past) - RECENT + 1, 0)])
 
     def compute_updated_best(self) -> dict[str, Any]:
-        """Return `best` after this step."""
+        """Return the best and lowest values so far, including this step."""
         last = [step for step in [*self.past, self.now] if step.get("reward") is not None]
         low = min([*_get_values("reward_min", last), self.best.get("low", math.inf)])
         best = {**self.best, "low": low} if last else dict(self.best)

@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from jaxrl.objectives.losses import PolicyLoss
-from jaxrl.objectives.segments import segment_sums
+from jaxrl.objectives.segments import broadcast_segment_sums
 
 Array = jax.Array | np.ndarray
 
@@ -59,7 +59,7 @@ def likelihood_loss(
         is_first = is_eligible & ~jnp.pad(continues_action, ((0, 0), (1, 0)))
         actions = jnp.where(is_eligible, jnp.cumsum(is_first, axis=1), 0)
     # The sums are constants: only each token's d has a gradient.
-    totals = segment_sums(jax.lax.stop_gradient(drop), actions)
+    totals = broadcast_segment_sums(jax.lax.stop_gradient(drop), actions)
     has_loss = is_eligible & (totals > margin) & (drop > margin)
     metrics = {
         "llds_lost": jax.lax.stop_gradient(jnp.maximum(drop, 0.0)),

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from jaxrl.objectives.segments import segment_sums
+from jaxrl.objectives.segments import broadcast_segment_sums
 from jaxrl.types import Trajectory
 
 Array = jax.Array | np.ndarray
@@ -35,8 +35,8 @@ def off_policy_sequence_mask(
         delta: Threshold on the mean difference, in nats per token.
     """
     difference = jnp.where(loss_mask, rollout_logprobs - jax.lax.stop_gradient(logprobs), 0.0)
-    counts = segment_sums(loss_mask.astype(jnp.float32), segment_ids)
-    mean = segment_sums(difference, segment_ids) / jnp.maximum(counts, 1.0)
+    counts = broadcast_segment_sums(loss_mask.astype(jnp.float32), segment_ids)
+    mean = broadcast_segment_sums(difference, segment_ids) / jnp.maximum(counts, 1.0)
     return (jnp.asarray(advantages) >= 0) | (mean <= delta)
 
 

@@ -117,7 +117,7 @@ class Viewer:
         response = str(record.pop("response", None) or "")
         return {"record": record, "segments": split_response(response)}
 
-    def get_trajectories(
+    def get_new_trajectories(
         self, run_index: int, generation: int, num_rows: int, num_tasks: int
     ) -> dict[str, Any]:
         """Return the index's rows and tasks that the page does not have yet."""
@@ -175,7 +175,7 @@ ADDRESSES: dict[str, tuple[Callable[..., Any], int]] = {
     "curves": (Viewer.get_curves, 1),
     "answers": (Viewer.get_answers, 2),
     "answer": (Viewer.get_answer, 4),
-    "trajectories": (Viewer.get_trajectories, 4),
+    "trajectories": (Viewer.get_new_trajectories, 4),
     "trajectory": (Viewer.get_trajectory, 3),
 }
 """Method and number of integer arguments, by the first part of an address."""

@@ -228,7 +228,7 @@ class HFImageProcessor:
         patches = patches.transpose(0, 2, 3, 1, 4).reshape(t * h * w, -1)
         return Image(patches=patches, grid=layout.grid, times=layout.times)
 
-    def with_images(self, groups: Iterable[Group]) -> list[Group]:
+    def reload_images(self, groups: Iterable[Group]) -> list[Group]:
         """Reload the images of groups that come from another process or a checkpoint.
 
         Raises:

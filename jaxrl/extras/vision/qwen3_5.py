@@ -1,7 +1,8 @@
 """Qwen3.5's vision tower: that of Qwen3-VL (`qwen3_vl`) without DeepStack.
 
-The text part belongs to another extra, which this module does not import: `models.registry` passes
-its class to `add_tower`. Positions alternate as in Qwen3-VL, over the rotated part of each head.
+The text model is in `extras.delta_net`. This module does not import it; `models.registry` passes
+its class to `add_tower`. As in Qwen3-VL, the rotated dimensions of each head alternate between
+time, height and width.
 """
 
 from __future__ import annotations

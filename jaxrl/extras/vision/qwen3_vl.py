@@ -146,7 +146,7 @@ class Qwen3Vision(VisionTower):
             prefill_activations=2 * self.mlp_width + 6 * self.width,
         )
 
-    def num_scores(self, num_patches: int) -> int:
+    def num_attention_scores(self, num_patches: int) -> int:
         """Return the number of attention scores of a query block over all patches."""
         return self.num_heads * min(num_patches, QUERY_BLOCK) * num_patches
 

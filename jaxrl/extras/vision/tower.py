@@ -251,7 +251,7 @@ class VisionTower(Tower):
     def _embed_patches(
         self, weights: Params, patches: Float[Array, "S P C"]
     ) -> Float[Array, "M D"]:
-        """Embed the patches of S rows; return them concatenated."""
+        """Embed the patches of all rows, and concatenate the rows: M = S * P."""
         kernel = weights["filter"].reshape(self.width, -1).T
         x = patches.reshape(-1, patches.shape[2]).astype(kernel.dtype) @ kernel
         if "bias" not in weights:

@@ -16,7 +16,11 @@ from jaxrl.envs.search.base import Document, EmptySearch
 from jaxrl.envs.search.bm25 import LocalSearch
 from jaxrl.envs.search_env import SearchEnv
 from jaxrl.extras.audit.__main__ import main
-from jaxrl.extras.audit.coverage import find_phrases, find_unanswerable_tasks, make_phrases
+from jaxrl.extras.audit.coverage import (
+    find_phrases,
+    find_unanswerable_tasks,
+    get_searchable_answers,
+)
 from jaxrl.extras.audit.startup import RECORD_FILE
 from jaxrl.extras.audit.statistics import count_unrewarded_answers
 from tests.helpers import build
@@ -188,7 +192,7 @@ def test_the_index_finds_the_phrases_that_a_scan_finds():
 
 @pytest.mark.parametrize("answers", [(), ("yes",), ("noanswer", "Paris"), ("the",), ("+",), (" ",)])
 def test_documents_do_not_decide_about_these_answers(answers):
-    assert make_phrases(Task(id="1", question="?", answers=answers)) == set()
+    assert get_searchable_answers(Task(id="1", question="?", answers=answers)) == set()
 
 
 def make_config(world, unanswerable="keep"):

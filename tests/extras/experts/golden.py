@@ -34,7 +34,7 @@ def loss_of(config, expected, scan, params):
 def check_golden(config, params, expected):
     """Check logits, losses and gradients against those of torch."""
     # Runs of layers in loops; all layers alike one after another.
-    scan = bool(config.partial_stacks)
+    scan = bool(config.partial_layer_indices)
     differentiate = jax.value_and_grad(partial(loss_of, config, expected, scan), has_aux=True)
     (loss, (logits, balance)), gradients = jax.jit(differentiate)(params)
     np.testing.assert_allclose(logits, expected["logits"], atol=1e-4, rtol=0)

@@ -46,7 +46,7 @@ def test_the_layers_are_those_of_transformers():
     assert (mixed.expert_layers, mixed.renormalize) == ((0, 2, 3, 4), True)
     assert stepped.expert_layers == (1,)
     uniform = read_architecture(GOLDEN / NAMES[0])
-    assert (uniform.partial_stacks, uniform.renormalize) == ({}, False)
+    assert (uniform.partial_layer_indices, uniform.renormalize) == ({}, False)
     for config in (mixed, stepped, uniform):
         assert type(config).from_dict(config.hf_config()) == config
 

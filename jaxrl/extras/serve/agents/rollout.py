@@ -180,7 +180,7 @@ class AgentRollout(BaseRollout):
             RuntimeError: The engine failed.
             OSError, ValueError: An agent process cannot be restarted.
         """
-        worker = self._start_server()
+        worker = self._get_or_start_worker()
         keys = make_group_keys(draws, sampling)
         if sampling.max_unfinished:  # evaluations must not drop training groups
             for key in [key for key in self._groups if key not in keys]:  # after a rollback
@@ -227,7 +227,7 @@ class AgentRollout(BaseRollout):
         scored = iter(self._score_groups(samples, sampling))
         return [next(scored) if group in done else None for group in groups]
 
-    def _start_server(self) -> Worker:
+    def _get_or_start_worker(self) -> Worker:
         """Return the worker. The first call starts the worker and the server."""
         if self._worker is None:
             settings, tokenizer = self._settings, self._tokenizer
