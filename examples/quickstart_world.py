@@ -425,7 +425,8 @@ def make_model_config(
 ) -> dict[str, Any]:
     """Return the `config.json` of a dense model or, with experts, of a top-2 MoE model.
 
-    The first layer of a `qwen3_5` model is a gated delta net.
+    The second layer of a `qwen3_5` model is a gated delta net. In the first layer, as in published
+    models, it would keep a model of this size from learning to copy answers for hundreds of steps.
     """
     experts = {
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -438,11 +439,11 @@ def make_model_config(
     hybrid = {
         "architectures": ["Qwen3_5ForCausalLM"],
         "model_type": "qwen3_5_text",
-        "layer_types": ["linear_attention", "full_attention"],
+        "layer_types": ["full_attention", "linear_attention"],
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
         "linear_conv_kernel_dim": 4,
         "partial_rotary_factor": 0.5,
     }
@@ -557,7 +558,8 @@ def init_weights(config: Mapping[str, Any], rng: np.random.Generator) -> dict[st
 
     Projections into the residual stream, two per layer, are scaled down as in GPT-2, so that the
     sum keeps the scale of the embedding. Delta nets decay by `exp(-rate * step)` per token, with
-    rates in [1, 16] and steps in [0.001, 0.1], as in Mamba-2.
+    rates in [1, 16] as in Mamba-2, but steps in [1e-5, 0.01] instead of [0.001, 0.1], so that most
+    heads remember the question until the answer.
     """
     weights = {}
     for name, shape in get_weight_shapes(config).items():
@@ -565,7 +567,7 @@ def init_weights(config: Mapping[str, Any], rng: np.random.Generator) -> dict[st
             weights[name] = np.log(rng.uniform(1, 16, shape)).astype(np.float32)
             continue
         if name.endswith("dt_bias"):
-            step = np.exp(rng.uniform(np.log(0.001), np.log(0.1), shape))
+            step = np.exp(rng.uniform(np.log(1e-5), np.log(0.01), shape))
             weights[name] = np.log(np.expm1(step)).astype(np.float32)  # inverse of softplus
             continue
         if len(shape) == 1:
