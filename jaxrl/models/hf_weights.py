@@ -359,12 +359,22 @@ def open_tensors(folder: Path) -> dict[str, StoredTensor]:
             "safetensors format are supported."
         )
     try:
-        files = sorted({folder / file for file in read_object(index_file)["weight_map"].values()})
+        weight_map = read_object(index_file)["weight_map"]
+        files = sorted({folder / file for file in weight_map.values()})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{index_file} is damaged: expected a JSON object with a 'weight_map' of tensor to "
             f"file name ({type(error).__name__}: {error}); download it again."
         ) from error
+    # Check names, not resolved paths, since downloaded files may be links to a cache.
+    outside = [
+        file for file in weight_map.values() if Path(file).name != file or file in ("", "..")
+    ]
+    if outside:
+        raise ValueError(
+            f"{index_file} names {outside[0]!r}; expected names of files in its folder, such as "
+            "'model-00001-of-00002.safetensors'."
+        )
     return {tensor.name: tensor for file in files for tensor in open_safetensors(file)}
 
 
@@ -464,8 +474,7 @@ def save_hf(
     dtypes = dict.fromkeys(locate_hf_tensors(config), "F32")
     if source is not None:
         _check_export_source(config, Path(source), Path(path))
-        stored = open_validated_tensors(Path(source), config)
-        dtypes = {name: tensor.dtype for name, tensor in stored.items()}
+        dtypes = read_tensor_dtypes(Path(source), config)
     locations = _locate_exported_tensors(config, dtypes)
 
     def get_tensor(name: str, dtype: np.dtype) -> np.ndarray:
@@ -598,6 +607,11 @@ def _check_export_source(config: Architecture, source: Path, path: Path) -> None
         )
     if path.exists() and path.samefile(source):
         raise ValueError(f"cannot export to the source folder {str(source)!r}; set another folder.")
+
+
+def read_tensor_dtypes(source: Path, config: Architecture) -> dict[str, str]:
+    """Return the dtype of each tensor in an HF folder of the model."""
+    return {name: tensor.dtype for name, tensor in open_validated_tensors(source, config).items()}
 
 
 def gather_to_host(array: jax.Array) -> np.ndarray:

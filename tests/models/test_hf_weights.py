@@ -290,8 +290,16 @@ def test_a_missing_file_is_refused(sharded_folder):
         load_hf(sharded_folder)
 
 
-def test_a_damaged_index_is_refused(sharded_folder):
-    (sharded_folder / "model.safetensors.index.json").write_text('{"weight_map": []}')
+@pytest.mark.parametrize("outside", ["../other/model.safetensors", "/etc/passwd", "sub/x", ""])
+def test_an_index_cannot_name_files_outside_its_folder(sharded_folder, outside):
+    index_file = sharded_folder / "model.safetensors.index.json"
+    index = json.loads(index_file.read_text())
+    index["weight_map"]["model.norm.weight"] = outside
+    index_file.write_text(json.dumps(index))
+    message = f"names '{outside}'; expected names of files in its folder"
+    with pytest.raises(ValueError, match=message):
+        load_hf(sharded_folder)
+    index_file.write_text('{"weight_map": []}')
     with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json is damaged"):
         load_hf(sharded_folder)
 

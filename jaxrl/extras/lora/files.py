@@ -33,6 +33,7 @@ from jaxrl.models.hf_weights import (
     open_canonical_tensors,
     open_safetensors,
     open_validated_tensors,
+    read_tensor_dtypes,
     write_hf,
     write_json,
 )
@@ -318,5 +319,4 @@ def save_merged(params: Params, adapter: Adapter, path: str | Path, *, source: s
             tensor = tensor.astype(np.float32) + (a @ (b * np.float32(adapter.scaling))).T
         return np.ascontiguousarray(tensor.astype(dtype))
 
-    dtypes = {name: tensor.dtype for name, tensor in stored.items()}
-    write_hf(get_tensor, model, path, source=source, dtypes=dtypes)
+    write_hf(get_tensor, model, path, source=source, dtypes=read_tensor_dtypes(Path(source), model))
