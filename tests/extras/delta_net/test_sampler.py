@@ -117,8 +117,3 @@ def test_new_weights_invalidate_the_states_of_cached_prompts():
     second = play(4, noting_env(), [QUESTIONS[-1], *QUESTIONS], params=params)
     assert_scores_agree(first, PARAMS, temperature=1.0)
     assert_scores_agree(second, params, temperature=1.0)
-
-
-def test_a_state_for_a_row_alone_is_refused():
-    with pytest.raises(ValueError, match="num_states is 1"):
-        player(4, num_states=1)
