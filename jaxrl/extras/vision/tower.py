@@ -164,12 +164,16 @@ class VisionTower(Tower):
     def num_tokens(self, image: Image) -> int:
         """Return the number of tokens of an image; see `Tower.num_tokens`."""
         t, h, w = image.grid
-        expected = t * h * w, self.num_values_per_patch
-        if h % self.merge or w % self.merge or image.patches.shape != expected:
+        if t != max(len(image.times), 1) or h < 1 or w < 1 or h % self.merge or w % self.merge:
+            raise ValueError(
+                f"an image has a grid of {image.grid} patches; expected {max(len(image.times), 1)} "
+                f"in time and multiples of {self.merge}."
+            )
+        if image.patches.shape != (t * h * w, self.num_values_per_patch):
             raise ValueError(
                 f"an image with a grid of {image.grid} has patches {list(image.patches.shape)}; "
-                f"expected {list(expected)}, and multiples of {self.merge} in the grid's height "
-                "and width. Use the image processor of the model."
+                f"expected {[t * h * w, self.num_values_per_patch]}. Use the image processor of "
+                "the model."
             )
         return t * h * w // self.num_patches_per_token
 
@@ -179,9 +183,10 @@ class VisionTower(Tower):
         """Return the indices of the tokens of each image or video.
 
         Raises:
-            ValueError: The number of the tokens does not match the attachments.
+            ValueError: The number or the kind of the tokens does not match the attachments.
         """
-        indices = np.flatnonzero(self.is_placeholder(np.asarray(token_ids)))
+        token_ids = np.asarray(token_ids)
+        indices = np.flatnonzero(self.is_placeholder(token_ids))
         counts = [self.num_tokens(image) for image in attachments]
         if sum(counts) != len(indices):
             raise ValueError(
@@ -189,7 +194,16 @@ class VisionTower(Tower):
                 f"or {self.video_id} for videos); expected {sum(counts)} for its {len(counts)} "
                 f"images with grids {[image.grid for image in attachments]}."
             )
-        return np.split(indices, np.cumsum(counts)[:-1]) if counts else []
+        token_runs = np.split(indices, np.cumsum(counts)[:-1]) if counts else []
+        for image, run in zip(attachments, token_runs, strict=True):
+            id = self.video_id if image.times else self.token_id
+            blocks = np.split(run, self._count_token_runs(image))
+            if (token_ids[run] != id).any() or any(b[-1] - b[0] >= len(b) for b in blocks):
+                raise ValueError(
+                    f"the tokens of an image with a grid of {image.grid} are not all {id}, or "
+                    f"are not contiguous; expected runs of lengths {counts}, one per image."
+                )
+        return token_runs
 
     def _count_token_runs(self, image: Image) -> int:
         """Return the number of contiguous runs of an image's tokens."""

@@ -334,7 +334,13 @@ def image(grid, width=24):
     ("ids", "images", "why"),
     [
         ([90] * 5, [image((1, 4, 4))], "has 5 image tokens .* expected 4 for its 1 images"),
+        ([90] * 4, [image((1, 3, 4))], r"grid of \(1, 3, 4\) patches; expected .* multiples of 2"),
         ([90] * 4, [image((1, 4, 4), width=7)], r"patches \[16, 7\]; expected \[16, 24\]"),
+        (
+            [90, 90, 1, 90, 90],
+            [image((1, 4, 4))],
+            r"not contiguous; expected runs of lengths \[4\]",
+        ),
     ],
 )
 def test_images_that_do_not_fit_their_tokens(ids, images, why):
