@@ -30,7 +30,6 @@ from jaxrl.logs.steps import (
     merge_update_metrics,
 )
 from jaxrl.logs.tokens import FinishTokenLog, make_token_logger
-from jaxrl.logs.writers import write_samples
 from jaxrl.runtime import distributed
 from jaxrl.runtime.compilation import interruptible, is_out_of_memory
 from jaxrl.runtime.preemption import update_best
@@ -907,5 +906,5 @@ def log_trajectories(
     count = run_state.settings.num_logged_trajectories
     count = len(trajectories) if count < 0 else count
     samples = trajectories[:count], fields[:count]
-    write_samples(run_state.workdir, run_state.progress.step, *samples)
+    run_state.metrics_log.write_trajectories(run_state.progress.step, *samples)
     run_state.metrics_log.add_samples("train", samples[0])

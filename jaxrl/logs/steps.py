@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -18,12 +18,14 @@ import numpy as np
 from jaxrl.objectives.metrics import REDUCTIONS, Metric, mean_or_nan
 from jaxrl.objectives.shaping import BUCKETS
 from jaxrl.runtime import distributed
-from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.interfaces import WAIT_REASONS, EngineCounts
 from jaxrl.training.controllers import Controllers, compute_mean_divergences
 from jaxrl.training.method import KLSettings
 from jaxrl.training.packing import PackedBatch
 from jaxrl.types import Group, Trajectory, flatten_groups
+
+if TYPE_CHECKING:
+    from jaxrl.sampling.engine import Engine
 
 DISPLAYED_METRICS = {
     "reward": ("critic/rewards/mean",),

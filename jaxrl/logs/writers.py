@@ -127,6 +127,16 @@ class MetricsLog:
         if trajectories:
             self._next_tables[f"samples/{name}"] = build_sample_table(trajectories)
 
+    def write_trajectories(
+        self, step: int, trajectories: Sequence[Trajectory], fields: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Write the trajectories of a step with additional fields, and their images."""
+        if self._path is not None:
+            workdir = self._path.parent
+            file = workdir / "trajectories" / f"step_{step:06d}.jsonl"
+            write_trajectories(file, trajectories, fields)
+            write_images(workdir, trajectories)
+
     def write(self, step: int, stage: str, metrics: Mapping[str, float]) -> None:
         """Append a record, with null for numbers that are not finite.
 
@@ -171,18 +181,6 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
         return None
     is_record = isinstance(record, dict) and type(record.get("step")) is int
     return record if is_record and isinstance(record.get("stage", "train"), str) else None
-
-
-def write_samples(
-    workdir: Path,
-    step: int,
-    trajectories: Sequence[Trajectory],
-    fields: Sequence[Mapping[str, Any]],
-) -> None:
-    """Write the trajectories of a step with additional fields, and their images."""
-    file = workdir / "trajectories" / f"step_{step:06d}.jsonl"
-    write_trajectories(file, trajectories, fields)
-    write_images(workdir, trajectories)
 
 
 def write_images(workdir: Path, trajectories: Iterable[Trajectory]) -> None:

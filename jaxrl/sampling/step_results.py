@@ -10,8 +10,7 @@ from typing import Any
 
 from jaxrl.envs.base import CallRecord, Observation, Outcome, Reward, StepResult, ToolResults
 from jaxrl.envs.images import Picture
-from jaxrl.utils.concurrency import MAX_ERROR_CHARS
-from jaxrl.utils.text import replace_surrogates
+from jaxrl.utils.text import MAX_ERROR_CHARS, replace_surrogates
 
 
 def make_failed_step(reason: str) -> StepResult:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -16,17 +16,12 @@ from jax.sharding import Mesh
 
 from jaxrl.data import serialization
 from jaxrl.envs.base import Task
-from jaxrl.logs.display import Display
 from jaxrl.logs.metrics import to_json_numbers
-from jaxrl.logs.records import Record
-from jaxrl.logs.writers import MetricsLog
 from jaxrl.models.layers import HOST_MEMORY
 from jaxrl.models.policy import Model
-from jaxrl.runtime.checkpoint import Checkpointer
 from jaxrl.runtime.compilation import interruptible
 from jaxrl.runtime.host_memory import trim_memory
 from jaxrl.runtime.preemption import BestEvaluation
-from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.interfaces import RolloutFunction
 from jaxrl.training.collect import CollectedGroups
 from jaxrl.training.controllers import Controllers
@@ -38,6 +33,13 @@ from jaxrl.training.update import UpdateStep, init_state, move_moments
 from jaxrl.training.usage import UsageStats, check_budget
 from jaxrl.training.watch import WatchState
 from jaxrl.types import Group, Params, TrainState
+
+if TYPE_CHECKING:  # keeps these modules out of the imports of `train`
+    from jaxrl.logs.display import Display
+    from jaxrl.logs.records import Record
+    from jaxrl.logs.writers import MetricsLog
+    from jaxrl.runtime.checkpoint import Checkpointer
+    from jaxrl.sampling.engine import Engine
 
 
 @dataclass(frozen=True, kw_only=True)

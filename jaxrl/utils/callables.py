@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxrl.utils.concurrency import MAX_ERROR_CHARS
+from jaxrl.utils.text import MAX_ERROR_CHARS
 
 
 class UserCodeError(ValueError):

@@ -14,12 +14,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 from jaxrl.utils.secrets import redact
+from jaxrl.utils.text import MAX_ERROR_CHARS
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-
-MAX_ERROR_CHARS = 2000
-"""Maximum length of an exception's text in characters, since some libraries write pages."""
 
 MAX_TIMEOUT_S = 1e9
 """Maximum value of a timeout setting in seconds. Python's locks accept at most 9 times as much."""

@@ -9,6 +9,9 @@ import unicodedata
 
 import regex
 
+MAX_ERROR_CHARS = 2000
+"""Maximum length of an exception's text in characters, since some libraries write pages."""
+
 # Control and invisible characters: C0 except newline and tab, DEL, C1, direction marks, zero-width
 # characters, tags.
 _INVISIBLE = re.compile(

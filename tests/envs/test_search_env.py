@@ -4,7 +4,7 @@ from jaxrl.envs.base import Episode, Outcome, Prompt, Task, Turn
 from jaxrl.envs.protocol import bapo
 from jaxrl.envs.search.base import EmptySearch, SearchEngine
 from jaxrl.envs.search_env import SearchEnv
-from jaxrl.utils.concurrency import MAX_ERROR_CHARS
+from jaxrl.utils.text import MAX_ERROR_CHARS
 from tests.servers import KeywordSearch
 
 TASK = Task(id="t", question="What is the capital of France?", answers=("Paris", "City of Paris"))

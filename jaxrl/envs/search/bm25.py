@@ -29,8 +29,8 @@ from jaxrl.envs.search.corpus import (
     get_index_folder,
     read_corpus,
 )
-from jaxrl.utils.concurrency import MAX_ERROR_CHARS, parallel_map
-from jaxrl.utils.text import UNSPACED, fold_case
+from jaxrl.utils.concurrency import parallel_map
+from jaxrl.utils.text import MAX_ERROR_CHARS, UNSPACED, fold_case
 
 # A word: a letter, number or underscore; later characters may also be marks.
 _WORD = regex.compile(r"[\p{L}\p{N}_][\p{L}\p{M}\p{N}_]*")

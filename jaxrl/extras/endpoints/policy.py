@@ -48,9 +48,9 @@ from jaxrl.sampling.rollout import IDLE_POLL_S, raise_if_stopped
 from jaxrl.sampling.step_results import get_images, make_failed_step
 from jaxrl.sampling.trajectory import Sample
 from jaxrl.types import Draw, Group
-from jaxrl.utils.concurrency import MAX_ERROR_CHARS, run_in_thread, start_calls
+from jaxrl.utils.concurrency import run_in_thread, start_calls
 from jaxrl.utils.http_client import check_url, redact_url
-from jaxrl.utils.text import replace_surrogates
+from jaxrl.utils.text import MAX_ERROR_CHARS, replace_surrogates
 
 CONTINUE_MESSAGE = "Continue."
 """User message for an empty observation of an episode that continues."""
@@ -338,7 +338,7 @@ class ChatRollout(BaseRollout):
         prompt: list[Mapping[str, Any]] = []
         while sample.episode.outcome is None and not stop_event.is_set():
             try:
-                prompt = prompt or self._start_with_messages(draw)
+                prompt = prompt or self._start_chat(draw)
                 output = self._generate_turn(prompt, sample, draw, sampling)
             except OutageError:
                 raise
@@ -356,7 +356,7 @@ class ChatRollout(BaseRollout):
             else:
                 self._apply_step_result(sample, text, self._step_env(sample, text))
 
-    def _start_with_messages(self, draw: Draw) -> list[Mapping[str, Any]]:
+    def _start_chat(self, draw: Draw) -> list[Mapping[str, Any]]:
         """Start an episode; return its first messages, with images in place of placeholders."""
         opening, images = self._start_episode(draw.task), self._prepare_images(draw.task.images)
         prompt: list[Mapping[str, Any]] = []

@@ -19,7 +19,6 @@ from jaxrl.envs.base import ToolError
 from jaxrl.envs.images import Picture, TextWithImages
 from jaxrl.envs.tools.base import InvalidCallError, JsonTool, Tool, check_argument_names
 from jaxrl.utils.concurrency import (
-    MAX_ERROR_CHARS,
     DeadlineError,
     format_error,
     get_event_loop,
@@ -28,6 +27,7 @@ from jaxrl.utils.concurrency import (
 from jaxrl.utils.http_client import check_url
 from jaxrl.utils.json_io import is_too_deep
 from jaxrl.utils.secrets import redact, register_secret
+from jaxrl.utils.text import MAX_ERROR_CHARS
 
 _INVALID_PARAMS = -32602
 """JSON-RPC error code for invalid arguments."""

@@ -62,8 +62,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         serve(arguments, overrides, display)
     except (
-        *(OSError, OverflowError, ValueError, KeyError, TypeError, AttributeError),
+        OverflowError,
+        AttributeError,
         ImportError,
+        KeyError,
+        OSError,
+        TypeError,
+        ValueError,
     ) as error:
         sys.exit(format_error_line(error))
     finally:

@@ -43,8 +43,7 @@ from jaxrl.sampling.rollout import (
 )
 from jaxrl.sampling.trajectory import Sample
 from jaxrl.types import Draw, Group
-from jaxrl.utils.concurrency import MAX_ERROR_CHARS
-from jaxrl.utils.text import replace_surrogates
+from jaxrl.utils.text import MAX_ERROR_CHARS, replace_surrogates
 
 MODEL_NAME = "policy"
 """Model name in the requests of agents."""
