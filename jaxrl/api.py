@@ -15,11 +15,13 @@ The workdir has the same contents as with `jaxrl train`. Calling `train` again r
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import html
 import math
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -350,6 +352,7 @@ class Trainer:
             with self._save_on_stop():
                 self._restore_or_start_stage(self._prepared.record_start)
             self._resources = stack.pop_all()
+        atexit.register(self._warn_if_unsaved)
 
     def _restore_or_start_stage(self, record_start: Callable[[], None] | None) -> None:
         """Restore the newest checkpoint, or start the stage."""
@@ -405,6 +408,16 @@ class Trainer:
         except Exception:
             run_state.saved = None  # for example, the disk is full: the next call saves again
             raise
+
+    def _warn_if_unsaved(self) -> None:
+        """Warn about unsaved steps at exit, when JAX can no longer save them."""
+        learner = self._learner
+        if learner is not None and learner.run_state.progress != learner.run_state.saved:
+            print(
+                f"warning: the Trainer of {self._workdir} was not closed: steps after its newest "
+                "checkpoint are lost. Use it in a with block, or call close().",
+                file=sys.stderr,
+            )
 
     @property
     def _open_learner(self) -> Learner:
@@ -735,6 +748,7 @@ class Trainer:
 
     def close(self) -> None:
         """Save unsaved steps, write the report, and free the devices and the workdir's lock."""
+        atexit.unregister(self._warn_if_unsaved)
         learner, run_state = self._learner, self._run_state
         if learner is None or run_state is None:
             return
