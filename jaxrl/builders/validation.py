@@ -14,7 +14,7 @@ from jaxrl.builders.resolved import CORPUS_SECTIONS, NO_ENGINE, ResolvedConfig, 
 from jaxrl.config.environments import add_environment_to_errors, split_config
 from jaxrl.config.keys import reject_value
 from jaxrl.config.loading import check_keys
-from jaxrl.config.schema import EXTRA_KEYS, KEYS, LOCAL_MODEL, flatten_config
+from jaxrl.config.schema import EXTRA_KEYS, KEYS, LOCAL_MODEL, SUITES, flatten_config
 from jaxrl.envs.rewards.combiner import REWARD_PARTS
 from jaxrl.envs.rewards.rules import check_weights
 from jaxrl.envs.search_env import SearchEnv, build_protocol, check_protocol
@@ -466,16 +466,27 @@ def _find_limit_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
 
 
 def _find_missing_metric(c: ResolvedConfig) -> Iterator[Finding]:
-    """Yield a finding if `eval.best_metric` belongs to no suite that runs during training."""
+    """Yield a finding if no evaluation computes `eval.best_metric`."""
     if not c.checkpoint.keep_best or "train" not in c.stages:
         return
     suites, samples = c.eval.suites, c.eval.samples
-    kinds = [f"mean@{samples}" if suite == "sampled" else suite for suite in suites]
-    category, *parts = c.eval.best_metric.split("/")
-    has_kind = any(
-        part in (*kinds, *suites) or part.startswith(("best@", "maj@")) for part in parts
-    )
-    if category not in ("val-core", "val-aux") or not has_kind:
+    parts = c.eval.best_metric.split("/")
+    if "exact_match" in parts[2:]:  # data set names may contain slashes: openai/gsm8k
+        index = parts.index("exact_match", 2)
+        parts = [parts[0], "/".join(parts[1:index]), *parts[index:]]
+    match parts:
+        case ["val-core", _, "exact_match", suite, *_] if suite in SUITES and suite != "sampled":
+            is_computed = suite in suites
+        case ["val-core", _, "exact_match", kind, *_]:
+            is_computed = "sampled" in suites and (
+                kind == f"mean@{samples}" or kind.startswith(("best@", "maj@"))
+            )
+        case ["val-aux", _, *_, suite]:
+            is_computed = suite in suites
+        case _:
+            is_computed = False
+    if not is_computed:
+        kinds = [f"mean@{samples}" if suite == "sampled" else suite for suite in suites]
         known = " or ".join(f"val-core/all/exact_match/{kind}" for kind in kinds) or "nothing"
         expected = f"a metric of eval.suites={suites} and eval.samples={samples}, such as {known}"
         yield "eval.best_metric", f"{expected}; or set checkpoint.keep_best to 0"
