@@ -1,5 +1,7 @@
 """Hybrid models compared with `transformers` on torch."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -93,15 +95,37 @@ def greedy(params, config, prompts, num_tokens):
     return [out[number][:num_tokens] for number in numbers]
 
 
+@contextlib.contextmanager
+def float64_torch():
+    """Compute in float64 where `transformers` casts to float32, so that only ours rounds."""
+
+    def to_float64(dtype):
+        return torch.float64 if dtype is torch.float32 else dtype
+
+    def cast(tensor, *args, to=torch.Tensor.to, **kwargs):
+        kwargs = {name: to_float64(value) for name, value in kwargs.items()}
+        return to(tensor, *map(to_float64, args), **kwargs)
+
+    def softmax(x, *args, dtype=None, softmax=torch.nn.functional.softmax, **kwargs):
+        return softmax(x, *args, dtype=to_float64(dtype), **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "to", cast)
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        patch.setattr(torch.nn.functional, "softmax", softmax)
+        yield
+
+
+@float64_torch()
 def check_agreement(config, seed, folder, num_generated=200):
-    """Check that an exported model computes the same as its class in `transformers`."""
+    """Check that an exported model computes the same as its class in `transformers`, in float64."""
     params = jax.tree.map(jnp.asarray, random_params(config, seed))
     save_hf(params, config, folder)
     assert read_architecture(folder) == config
     jax.tree.map(np.testing.assert_array_equal, load_hf(folder), params)
 
     # Log-probabilities and gradients.
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
     if config.num_experts:
         model.set_experts_implementation("eager")  # one expert after another
     token_ids = np.random.default_rng(seed).integers(0, config.vocab_size, (2, NUM_TOKENS))
