@@ -187,16 +187,18 @@ def get_config(out: Path, model: str, work: Work) -> ConfigDict:
 
 
 class TurnClock(StepTimer):
-    """Step timer that waits for a turn before its step starts."""
+    """Step timer that waits for a turn before its step samples."""
 
     def __init__(self, turn_client: TurnClient):
-        """Report the previous step and wait for the next turn."""
-        turn_client.next_step()
+        """Create the timer; a trainer also creates one after its last step."""
         super().__init__()
-        self._turns = turn_client
+        self._turns, self._has_turn = turn_client, False
 
     def time_sampling(self) -> Any:
-        """Return a context manager that times sampling."""
+        """Wait for the step's turn once, then return a context manager that times sampling."""
+        if not self._has_turn:
+            self._turns.next_step()
+            self._has_turn = True
         return self._turns.time_sampling()
 
     def compute_metrics(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
