@@ -30,7 +30,7 @@ from jaxrl.models.attention.choice import select_kernels
 from jaxrl.models.attention.kernels import AttentionKernels
 from jaxrl.models.decoder import init_params
 from jaxrl.models.qwen import QwenConfig
-from jaxrl.runtime.sharding import make_mesh, param_shardings
+from jaxrl.runtime.sharding import make_mesh, make_param_shardings
 from jaxrl.sampling.interfaces import EngineCounts
 from jaxrl.types import Params
 from jaxrl.utils.files import open_atomic
@@ -281,7 +281,7 @@ def measure_thread_times() -> dict[str, tuple[float, float]]:
 
 def init_random_params(model: ModelSizes, mesh: Mesh | None = None) -> Params:
     """Create random float32 weights on the devices."""
-    layouts = None if mesh is None else param_shardings(mesh, model.architecture)
+    layouts = None if mesh is None else make_param_shardings(mesh, model.architecture)
     return jax.jit(lambda: init_params(model.architecture, 0), out_shardings=layouts)()
 
 

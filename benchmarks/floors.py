@@ -126,10 +126,10 @@ class Weights:
     @classmethod
     def count(cls, model: Architecture) -> Weights:
         """Count the weights of a language model. Only `params` includes a vision tower."""
-        params = model.abstract_params()
+        params = model.make_abstract_params()
         dense = experts = activations = 0
         share = model.top_k / model.num_experts if model.num_experts else 0.0
-        axes = flatten_dict(model.logical_axes()["blocks"])
+        axes = flatten_dict(model.get_logical_axes()["blocks"])
         for path, leaf in flatten_dict(params["blocks"]).items():
             if leaf.ndim == 3:  # [L, in, out]; norms and biases have two axes
                 dense += math.prod(leaf.shape)

@@ -134,7 +134,7 @@ def convert(file: Path, out: Path) -> None:
         return values
 
     with atomic_folder(out, marker="config.json") as folder:
-        write_json(folder / "config.json", model.hf_config() | {"torch_dtype": "float32"})
+        write_json(folder / "config.json", model.to_hf_config() | {"torch_dtype": "float32"})
         write_json(folder / "tokenizer_config.json", tokenizer_config)
         tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
         sizes = {name: 4 * int(tensors[source].n_elements) for name, source in sources.items()}

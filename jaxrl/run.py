@@ -25,7 +25,7 @@ from jaxrl.runtime.checkpoint import (
     rank_steps,
 )
 from jaxrl.runtime.preemption import Interrupted
-from jaxrl.runtime.sharding import make_restore_target, param_shardings
+from jaxrl.runtime.sharding import make_param_shardings, make_restore_target
 from jaxrl.runtime.versions import collect_kernel_checks, write_environment
 from jaxrl.sft import sft
 from jaxrl.train import train
@@ -33,7 +33,7 @@ from jaxrl.training.collect import FATAL_ERRORS, NotEnoughGroupsError
 from jaxrl.training.failures import FailureCounter
 from jaxrl.training.run_state import Components, Progress, RunState
 from jaxrl.training.settings import Settings
-from jaxrl.training.update import init_state, state_shardings
+from jaxrl.training.update import init_state, make_state_shardings
 from jaxrl.training.usage import BudgetSpentError, UsageStats
 from jaxrl.training.watch import CollapseError, Rollback
 from jaxrl.types import Params
@@ -448,8 +448,8 @@ def build_restore_targets(
     """
     progress = Progress.from_json(saved, components.method)
     trained, mesh = components.model.trained, components.mesh
-    shapes = trained.abstract_params()
-    params = make_restore_target(shapes, param_shardings(mesh, trained))
+    shapes = trained.make_abstract_params()
+    params = make_restore_target(shapes, make_param_shardings(mesh, trained))
     is_finished = progress.stage in components.stages and progress.stage_step > 0
     if not (
         progress.is_mid_stage(components.num_steps) or (restores_finished_stage and is_finished)
@@ -457,7 +457,7 @@ def build_restore_targets(
         return {"params": params}
     optimizer = components.stages[progress.stage].optimizer
     fresh = jax.eval_shape(lambda params: init_state(params, mesh, trained, optimizer), shapes)
-    state = make_restore_target(fresh, state_shardings(mesh, trained, optimizer))
+    state = make_restore_target(fresh, make_state_shardings(mesh, trained, optimizer))
     targets = {"params": params, "optimizer": make_optimizer_items(state)}
     has_reference = progress.stage == "train" and components.method.has_reference
     return targets | ({"ref_params": params} if has_reference else {})

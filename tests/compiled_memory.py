@@ -47,7 +47,7 @@ from jaxrl.training.method import has_kl_loss, needs_old_logprobs, uses_token_kl
 from jaxrl.training.optimizer import make_optimizer
 from jaxrl.training.packing import BatchShape
 from jaxrl.training.policy_loss import make_policy_loss
-from jaxrl.training.update import ScoreStep, UpdateStep, init_state, state_shardings
+from jaxrl.training.update import ScoreStep, UpdateStep, init_state, make_state_shardings
 from jaxrl.types import Batch
 from tests.programs import make_batch, make_sampler_inputs
 
@@ -159,17 +159,17 @@ def trainer_programs(config: ResolvedConfig, policy: Model) -> dict[str, Any]:
     optimizer = make_optimizer(method.optimizer)
     step = UpdateStep(policy, make_policy_loss(method), optimizer)
     abstract = jax.eval_shape(
-        lambda p: init_state(p, mesh, trained, optimizer), trained.abstract_params()
+        lambda p: init_state(p, mesh, trained, optimizer), trained.make_abstract_params()
     )
-    state = like(abstract, state_shardings(mesh, trained, optimizer))
+    state = like(abstract, make_state_shardings(mesh, trained, optimizer))
     batch = abstract_batch(config, policy)
     whole, index = policy.architecture, jax.ShapeDtypeStruct((), jnp.int32)
-    params = like(whole.abstract_params(), sharding.param_shardings(mesh, whole))
+    params = like(whole.make_abstract_params(), sharding.make_param_shardings(mesh, whole))
     sums = jax.eval_shape(
         step.gradient.init_sums.function, params, policy.without_attachments(batch)
     )
     sums = dataclasses.replace(
-        sums, gradients=like(sums.gradients, sharding.param_shardings(mesh, trained))
+        sums, gradients=like(sums.gradients, sharding.make_param_shardings(mesh, trained))
     )
     logprobs = batch.rollout_logprobs
     # Unused arguments are on the device all the same.
@@ -203,7 +203,7 @@ def abstract_batch(config: ResolvedConfig, policy: Model) -> Batch:
             for name, spec in given.items()
         },
     )
-    return like(batch, jax.tree.map(lambda _: sharding.batch_sharding(policy.mesh), batch))
+    return like(batch, jax.tree.map(lambda _: sharding.make_batch_sharding(policy.mesh), batch))
 
 
 def shape_of(config: ResolvedConfig, policy: Model) -> BatchShape:
@@ -224,7 +224,7 @@ def abstract_patches(config: ResolvedConfig, policy: Model) -> Any:
         "patches": jax.ShapeDtypeStruct((*whole, tower.num_values_per_patch), policy.dtype),
         "coords": jax.ShapeDtypeStruct((*whole, tower.num_coords), jnp.int32),
     }
-    return like(arrays, jax.tree.map(lambda _: sharding.piece_sharding(policy.mesh), arrays))
+    return like(arrays, jax.tree.map(lambda _: sharding.make_piece_sharding(policy.mesh), arrays))
 
 
 def sampler_programs(
@@ -254,15 +254,15 @@ def sampler_programs(
     declared = sampler.architecture
     shards = sharding.count_piece_shards(mesh)
     num_pages = shards * memory.count_cache_pages(config, model, target)
-    by_row, by_page = sharding.piece_sharding(mesh), sharding.cache_sharding(mesh)
-    whole = sharding.replicated_sharding(mesh)
+    by_row, by_page = sharding.make_piece_sharding(mesh), sharding.cache_sharding(mesh)
+    whole = sharding.make_replicated_sharding(mesh)
     num_states = shards * memory._get_cache_sizes(config, model, target).num_states
     cache = jax.eval_shape(lambda: sampler.init_cache(num_pages, kernels.page_tokens, num_states))
     cache = like(cache, jax.tree.map(lambda _: by_page, cache))
     state = jax.eval_shape(sampler.init_decode_state)
     last = like(state, jax.tree.map(lambda _: by_row, state))
     shardings = sharding.decode_shardings(mesh, declared, scan_layers=sampler.scan_layers)
-    abstract = jax.eval_shape(sampler.convert_params, declared.abstract_params())
+    abstract = jax.eval_shape(sampler.convert_params, declared.make_abstract_params())
     if model.tie_embeddings and target.platform != "cpu":
         abstract.pop("lm_head", None)  # a copy that only a CPU has
     weights = like(abstract, {name: shardings[name] for name in abstract})
@@ -330,11 +330,13 @@ def compiled_bytes(program: Any, platform: str) -> int:
 def beside(config: ResolvedConfig, policy: Model) -> int:
     """Return the bytes on a device besides the arguments of scoring or adding gradients."""
     optimizer, trained = make_optimizer(build_optimizer_settings(config, "train")), policy.trained
-    moments = jax.eval_shape(optimizer.init, trained.abstract_params())
-    size = held_bytes(like(moments, state_shardings(policy.mesh, trained, optimizer).opt_state))
+    moments = jax.eval_shape(optimizer.init, trained.make_abstract_params())
+    size = held_bytes(
+        like(moments, make_state_shardings(policy.mesh, trained, optimizer).opt_state)
+    )
     if config.kl.coef and config.kl.anchor == "ref":
-        params = trained.abstract_params()
-        size += held_bytes(like(params, sharding.param_shardings(policy.mesh, trained)))
+        params = trained.make_abstract_params()
+        size += held_bytes(like(params, sharding.make_param_shardings(policy.mesh, trained)))
     others = config.optimizer.num_minibatches - 1
     size += others * held_bytes(abstract_batch(config, policy))
     return size + held_bytes(abstract_patches(config, policy))  # of the next micro-batch

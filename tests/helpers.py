@@ -116,7 +116,7 @@ def tiny_params(config=TINY, seed=0):
         fan_in = leaf.shape[-1 if "embed" in name else -2]
         return noise * np.float32((2 if is_table else 1) / fan_in**0.5)
 
-    return jax.tree_util.tree_map_with_path(rough, config.abstract_params())
+    return jax.tree_util.tree_map_with_path(rough, config.make_abstract_params())
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def sharing_prompts(sequences, prompt_lengths):
     return out
 
 
-def loss_weights(sequences, aggregation, scale=None):
+def compute_loss_weights(sequences, aggregation, scale=None):
     """Return the token weights of sequences that form a complete mini-batch."""
     function = AGGREGATIONS[aggregation]
     if "max_response_tokens" in inspect.signature(function).parameters:
@@ -190,7 +190,7 @@ def weights_in_rows(mask, ids, aggregation, scale=None):
         Sequence(token_ids=None, loss_mask=mask[ids == n], rollout_logprobs=None) for n in names
     ]
     out = np.zeros(mask.shape, np.float32)
-    for name, weights in zip(names, loss_weights(each, aggregation, scale), strict=True):
+    for name, weights in zip(names, compute_loss_weights(each, aggregation, scale), strict=True):
         out[ids == name] = weights
     return out
 
@@ -203,7 +203,9 @@ def pack_all(sequences, shape, *, aggregation="token-mean", scale=None, counted=
     """
     advantages = np.array([sequence.advantage for sequence in sequences], np.float32)
     counted = sequences if counted is None else counted
-    weights = dict(zip(map(id, counted), loss_weights(counted, aggregation, scale), strict=True))
+    weights = dict(
+        zip(map(id, counted), compute_loss_weights(counted, aggregation, scale), strict=True)
+    )
     fields = {"token_weights": [weights[id(sequence)] for sequence in sequences]}
     for name in ("old_logprobs", "ref_logprobs"):
         values = [getattr(sequence, name) for sequence in sequences]
@@ -237,14 +239,14 @@ def full_pass(
     layer_scan = LayerScan(
         remat=remat, scan=scan, aux=aux or AuxArrays(), run_recurrence=run_recurrence
     )
-    return config.hidden_states(params, token_ids, positions, attend, layer_scan)
+    return config.compute_hidden_states(params, token_ids, positions, attend, layer_scan)
 
 
 def read_tokens(config, weights, cache, tables, start, counts, token_ids):
     """Append C tokens to each row as the sampler does.
 
     Of the tokens `[B, C]`, the first `counts` `[B]` are valid; `start` `[B]` are cached, in the
-    blocks of `tables` `[B, M]`. `weights` are the result of `weights_for_decoding`.
+    blocks of `tables` `[B, M]`. `weights` are the result of `prepare_decoding_weights`.
 
     Returns:
         Hidden states `[B, C, D]` and the cache with these tokens.
@@ -264,7 +266,7 @@ def read_tokens(config, weights, cache, tables, start, counts, token_ids):
 
     layer_scan = SamplerLayerScan(attend, cache)
     weights = prepare_sampler_weights(weights, scan=False, stacks=config.partial_layer_indices)
-    hidden = config.sampler_hidden_states(
+    hidden = config.compute_sampler_hidden_states(
         weights, token_ids.reshape(-1), positions.reshape(-1), layer_scan
     )
     return hidden.reshape(B, C, -1), layer_scan.cache
@@ -342,9 +344,9 @@ def policy_loss(*, loss=None, kl=None):
 
 
 def split_fused(gradients, config):
-    """Return gradients with those of fused tensors split into parts, by the names in `hf_names`."""
+    """Split the gradients of fused tensors into parts named as in `get_hf_names`."""
     split = dict(gradients)
-    for name, fused in config.hf_fused_tensors().items():
+    for name, fused in config.get_hf_fused_tensors().items():
         whole = split.pop(name)
         split |= {part: whole[index, rows] for part, (index, rows) in fused.slices.items()}
     return split
@@ -353,7 +355,7 @@ def split_fused(gradients, config):
 def fuse_tensors(tensors, config):
     """Return the tensors as transformers 5 stores them; the inverse of `split_fused`."""
     fused = dict(tensors)
-    for name, whole in config.hf_fused_tensors().items():
+    for name, whole in config.get_hf_fused_tensors().items():
         array = np.empty(whole.shape, np.float32)
         for part, (index, rows) in whole.slices.items():
             array[index, rows] = fused.pop(part)

@@ -27,7 +27,7 @@ from jaxrl.models.aux_arrays import AuxArrays
 from jaxrl.models.layers import LayerScan
 from jaxrl.models.policy import Model
 from jaxrl.runtime import sharding
-from jaxrl.runtime.sharding import count_batch_shards, make_mesh, param_shardings
+from jaxrl.runtime.sharding import count_batch_shards, make_mesh, make_param_shardings
 from jaxrl.sampling import next_token
 from jaxrl.sampling.decode import CacheIndices
 from jaxrl.sampling.engine import PAGES_PER_TRANSFER, Engine, Request
@@ -343,7 +343,7 @@ def train(mesh, params, config=TINY):
     packed = pack_all(sequences, replace(SHAPE, token_arrays=token_arrays))
     batch = shard_batch(mesh, packed.batch)
     logprobs = score(params, batch, packed)
-    copies = jax.device_put(jax.tree.map(np.array, params), param_shardings(mesh, config))
+    copies = jax.device_put(jax.tree.map(np.array, params), make_param_shardings(mesh, config))
     state = init_state(copies, mesh, config, optimizer)  # donates the copies
     wanted = jax.tree.map(lambda leaf: leaf.sharding, state)
     with compilations() as compiled:
@@ -430,18 +430,19 @@ def adapt(mesh, params):
     settings = {"logits_chunk_tokens": CHUNK_TOKENS, "remat": "none"}
     settings["attention"] = select_kernels("xla", mesh, TINY)
     model = Model(adapter, mesh, num_tokens=NUM_TOKENS, **settings)
-    trained, base = adapter.param_specs()
-    model.base = jax.device_put(params, param_shardings(mesh, base))
+    trained, base = adapter.make_param_specs()
+    model.base = jax.device_put(params, make_param_shardings(mesh, base))
     rng = np.random.default_rng(0)
     adapter_params = jax.tree.map(
-        lambda leaf: 0.1 * rng.standard_normal(leaf.shape, np.float32), trained.abstract_params()
+        lambda leaf: 0.1 * rng.standard_normal(leaf.shape, np.float32),
+        trained.make_abstract_params(),
     )
-    adapter_params = jax.device_put(adapter_params, param_shardings(mesh, trained))
+    adapter_params = jax.device_put(adapter_params, make_param_shardings(mesh, trained))
     packed = pack_all(random_sequences(LENGTHS), SHAPE)
     sums = GradientStep(model, policy_loss())(
         adapter_params, shard_batch(mesh, packed.batch), packed
     )
-    prepare = partial(adapter.weights_for_decoding, dtype=jnp.float32)
+    prepare = partial(adapter.prepare_decoding_weights, dtype=jnp.float32)
     converter = WeightConverter(prepare, adapter, mesh=mesh, train_mesh=mesh, scan_layers=True)
     policy = model.merge(adapter_params)
     weights, wanted = converter.convert(policy), prepare(jax.device_get(policy))
@@ -494,7 +495,7 @@ def check_meshes(meshes):
         The program that adds gradients on the last mesh, as text.
     """
     params, one_device = tiny_params(), mesh_of(complete())
-    on_one = jax.device_put(params, param_shardings(one_device, TINY))
+    on_one = jax.device_put(params, make_param_shardings(one_device, TINY))
     one_samples = sample(start_engine(one_device, TINY, on_one))
     check_draws(on_one, one_samples)
     one_result, _, _ = train(one_device, on_one)
@@ -503,7 +504,7 @@ def check_meshes(meshes):
     for sizes in meshes:
         print(sizes, flush=True)
         mesh = mesh_of(sizes)
-        params_on_mesh = jax.device_put(params, param_shardings(mesh, TINY))
+        params_on_mesh = jax.device_put(params, make_param_shardings(mesh, TINY))
         engine = start_engine(mesh, TINY, params_on_mesh)
         check_cache_layout(engine, sizes)
         with compilations() as compiled:
@@ -576,7 +577,7 @@ def check_images(meshes=IMAGE_MESHES):
         kernels = select_kernels("xla", mesh, config)
         model = Model(config, mesh, num_tokens=96, attention=kernels, remat="names")
         batch = shard_batch(mesh, packed.batch)
-        params_on_mesh = jax.device_put(params, param_shardings(mesh, config))
+        params_on_mesh = jax.device_put(params, make_param_shardings(mesh, config))
         step = GradientStep(model, weighted)
         sums = step(params_on_mesh, batch, packed)
         check_below(
@@ -592,7 +593,7 @@ def choose_experts(params, ids):
     positions = jnp.arange(len(ids))[None]
     attend = XLA.make_attend(jnp.ones_like(positions), positions)
     layer_scan = LayerScan(aux=aux, scan=False)
-    TINY_MOE.hidden_states(params, ids[None], positions, attend, layer_scan)
+    TINY_MOE.compute_hidden_states(params, ids[None], positions, attend, layer_scan)
     return aux.recorded[ROUTED_EXPERTS]
 
 
@@ -609,7 +610,7 @@ def check_recorded_experts(params, samples):
 def check_experts():
     """Check a mixture of experts on meshes of eight devices against one device."""
     params, one_device = tiny_params(TINY_MOE), mesh_of(complete())
-    on_one = jax.device_put(params, param_shardings(one_device, TINY_MOE))
+    on_one = jax.device_put(params, make_param_shardings(one_device, TINY_MOE))
     one_result, _, _ = train(one_device, on_one, TINY_MOE)
     score = ScoreStep(build_model(one_device, TINY_MOE), temperature=1.0)
     for sizes in (
@@ -619,7 +620,7 @@ def check_experts():
     ):
         print(sizes, flush=True)
         mesh = mesh_of(sizes)
-        params_on_mesh = jax.device_put(params, param_shardings(mesh, TINY_MOE))
+        params_on_mesh = jax.device_put(params, make_param_shardings(mesh, TINY_MOE))
         samples = sample(start_engine(mesh, TINY_MOE, params_on_mesh))
         check_sampled_logprobs(score, on_one, one_device, samples, 1e-4)
         check_recorded_experts(on_one, samples)
@@ -640,7 +641,7 @@ def check_gradient(sizes, config):
     results = []
     for mesh in (mesh_of(complete()), mesh_of(sizes)):
         model = build_model(mesh, config, remat="none")
-        params = jax.device_put(tiny_params(config), param_shardings(mesh, config))
+        params = jax.device_put(tiny_params(config), make_param_shardings(mesh, config))
         batch = shard_batch(mesh, packed.batch)
         loss = policy_loss(loss={"entropy_coef": 0.01, "clip_high": 0.3})
         sums = GradientStep(model, loss, entropy_gradient=True)(params, batch, packed)
@@ -657,8 +658,8 @@ def compute_with_float32_head(config, sizes):
     # Layers add nothing, since two devices round their sums in bfloat16 differently.
     for layer in (params["blocks"]["attention"]["o"], params["blocks"]["mlp"]["down"]):
         layer["kernel"] *= 0
-    params = jax.device_put(params, param_shardings(mesh, config))
-    prepare = partial(config.weights_for_decoding, dtype=jnp.bfloat16)
+    params = jax.device_put(params, make_param_shardings(mesh, config))
+    prepare = partial(config.prepare_decoding_weights, dtype=jnp.bfloat16)
     converter = WeightConverter(prepare, config, mesh=mesh, train_mesh=mesh, scan_layers=True)
     weights = converter.convert(params)
     hidden = jnp.asarray(np.random.default_rng(0).normal(size=(5, TINY.width)), jnp.bfloat16)
@@ -697,9 +698,9 @@ def check_four_devices():
 
     # One device trains and the others only sample.
     mesh = mesh_of(complete())
-    params = jax.device_put(tiny_params(), param_shardings(mesh, TINY))
+    params = jax.device_put(tiny_params(), make_param_shardings(mesh, TINY))
     rollout_mesh = sharding.make_local_mesh(mesh, rollout_devices=3)
-    prepare = partial(TINY.weights_for_decoding, dtype=jnp.float32)
+    prepare = partial(TINY.prepare_decoding_weights, dtype=jnp.float32)
     weights = WeightConverter(
         prepare, TINY, mesh=rollout_mesh, train_mesh=mesh, scan_layers=True
     ).convert(params)

@@ -182,7 +182,7 @@ def sampler_programs(
         num_stop_states=5,
     )
     scalar = shape((), jnp.float32)
-    weights = jax.eval_shape(sampler.convert_params, config.abstract_params())
+    weights = jax.eval_shape(sampler.convert_params, config.make_abstract_params())
     return {
         "decode": (
             partial(sampler.decode_chunk, kind=kind),
@@ -205,7 +205,7 @@ def trainer_programs(
     optimizer = optax.adamw(1e-3)
     step = update.UpdateStep(model, make_policy_loss(method_of(default_config())), optimizer)
     trained = jax.eval_shape(
-        lambda p: update.init_state(p, mesh, config, optimizer), config.abstract_params()
+        lambda p: update.init_state(p, mesh, config, optimizer), config.make_abstract_params()
     )
     batch = make_batch((2, rows, row_tokens))
     sums = jax.eval_shape(step.gradient.init_sums.function, trained.params, batch)

@@ -250,7 +250,9 @@ def test_the_trainer_reads_what_the_sampler_read(player, rollouts, shares_prompt
     params = jax.tree.map(jnp.asarray, tiny_params(SMALL))
     batch = jax.tree.map(jnp.asarray, packed.batch)
     micros = [jax.tree.map(lambda x, i=i: x[i], batch) for i in range(packed.num_micro)]
-    score = jax.jit(lambda params, batch: model.token_logprobs(params, batch, temperature=1.0)[0])
+    score = jax.jit(
+        lambda params, batch: model.compute_token_logprobs(params, batch, temperature=1.0)[0]
+    )
     values = np.stack([score(params, micro) for micro in micros])
     values = np.pad(values, ((0, 6 - len(values)), (0, 0), (0, 0)))
     for trajectory, scored in zip(

@@ -214,7 +214,7 @@ class TestProcessor:
         picture = Picture(data=encoded(PIL.Image.new("RGB", (320, 288), (255, 0, 51))))
         processed = processor(picture)
         assert processed.grid == (1, 18, 20)
-        assert processor.num_tokens(picture) == 9 * 10
+        assert processor.count_tokens(picture) == 9 * 10
         # 0 to -1, 255 to 1, and 51 to 0.2 * 2 - 1; each color twice 16 x 16.
         wanted = np.repeat([1.0, -1.0, -0.6], 2 * 16 * 16)
         np.testing.assert_allclose(processed.patches, np.tile(wanted, (360, 1)), atol=1e-6)
@@ -223,19 +223,19 @@ class TestProcessor:
     def test_tokens_are_counted_from_the_size_alone(self, processor, width, height, tmp_path):
         path = saved(tmp_path / "a.png", width=width, height=height)
         processed = processor(Picture(path=str(path)))
-        count = processor.num_tokens(Picture(path=str(path)))
+        count = processor.count_tokens(Picture(path=str(path)))
         assert count == processed.num_patches // 4 == np.prod(processed.grid) // 4
         path.write_bytes(path.read_bytes()[:60])  # no pixels are left
-        assert processor.num_tokens(Picture(path=str(path))) == count
+        assert processor.count_tokens(Picture(path=str(path))) == count
 
     def test_limits_of_pixels_are_the_users(self, tmp_path):
         folder = save_processor(tmp_path)
         picture = Picture(data=encoded(drawn(width=64, height=64)))
         small, large = (HFImageProcessor(folder, max_pixels=n) for n in (256, 4096))
-        assert (small.num_tokens(picture), large.num_tokens(picture)) == (4, 64)
+        assert (small.count_tokens(picture), large.count_tokens(picture)) == (4, 64)
         assert (small(picture).grid, large(picture).grid) == ((1, 4, 4), (1, 16, 16))
         tiny = Picture(data=encoded(drawn(width=8, height=8)))
-        assert HFImageProcessor(folder, min_pixels=1024).num_tokens(tiny) == 16
+        assert HFImageProcessor(folder, min_pixels=1024).count_tokens(tiny) == 16
 
     @pytest.mark.parametrize("orientation", range(1, 10))
     def test_photos_are_upright_whatever_else_their_exif_holds(self, processor, orientation):
@@ -247,7 +247,7 @@ class TestProcessor:
         exif = b"Exif\0\0II*\0" + struct.pack("<IH", 8, 2) + b"".join(fields) + bytes(4)
         photo = Picture(data=encoded(drawn(16, 24), "JPEG", exif=exif))
         processed = processor(photo)
-        assert processor.num_tokens(photo) == processed.num_patches // 4
+        assert processor.count_tokens(photo) == processed.num_patches // 4
         image = PIL.Image.open(io.BytesIO(encoded(drawn(16, 24), "JPEG")))
         image.getexif()[0x0112] = orientation
         upright = PIL.ImageOps.exif_transpose(image)
@@ -258,7 +258,7 @@ class TestProcessor:
     def test_blank_images_have_the_size_and_nothing_else(self, processor):
         picture = Picture(data=encoded(drawn()))
         blank = BlankProcessor(processor)
-        assert blank.num_tokens(picture) == processor.num_tokens(picture)
+        assert blank.count_tokens(picture) == processor.count_tokens(picture)
         assert blank(picture).grid == processor(picture).grid
         assert blank(picture).patches.shape[1] == blank.num_values_per_patch == 3 * 2 * 4**2
         assert not blank(picture).patches.any()

@@ -90,7 +90,7 @@ def test_checkpoints_hold_the_adapter_alone(base):
         for name in ("params", "optimizer", "ref_params")
     }
     model_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(parts.model.base))
-    shapes = jax.tree.leaves(parts.model.trained.abstract_params())
+    shapes = jax.tree.leaves(parts.model.trained.make_abstract_params())
     adapter_bytes = sum(4 * leaf.size for leaf in shapes)
     assert sizes["params"] < adapter_bytes + 30_000 < model_bytes
     assert sizes["optimizer"] < 2 * adapter_bytes + 60_000

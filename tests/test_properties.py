@@ -19,7 +19,7 @@ from jaxrl.envs.base import Outcome
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.policy import Model
 from jaxrl.objectives.advantages import ESTIMATORS
-from jaxrl.runtime.sharding import make_mesh, param_shardings
+from jaxrl.runtime.sharding import make_mesh, make_param_shardings
 from jaxrl.training.controllers import Controllers
 from jaxrl.training.minibatches import make_minibatch
 from jaxrl.training.packing import BatchShape, SequenceSize, balance_rows
@@ -175,7 +175,7 @@ def mesh():
 
 @pytest.fixture(scope="module")
 def params(mesh):
-    return jax.device_put(tiny_params(), param_shardings(mesh, TINY))
+    return jax.device_put(tiny_params(), make_param_shardings(mesh, TINY))
 
 
 def pack_one_per_micro_batch(members, mode):

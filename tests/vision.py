@@ -61,7 +61,7 @@ def logits_of(config, params, rows, images_of_rows, *, layer_scan=LayerScan(), *
     positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
     specs, starts = config.state_specs, jnp.zeros_like(token_ids)
     run_recurrence = make_recurrence(specs, starts) if specs else None
-    hidden = config.hidden_states(
+    hidden = config.compute_hidden_states(
         params,
         token_ids,
         positions,

@@ -483,7 +483,7 @@ def load_frozen_model(c: ResolvedConfig, folder: str, tokenizer: Tokenizer) -> F
         )
     model = build_model(c, mesh, architecture, tokenizer)
     params = load_hf(folder, mesh, architecture=c.model.architecture)
-    model.base = {name: params.pop(name) for name in model.frozen.abstract_params()}
+    model.base = {name: params.pop(name) for name in model.frozen.make_abstract_params()}
     return FrozenModel(model=model, params=params)
 
 
@@ -513,7 +513,7 @@ def build_stages(
         UserCodeError: A custom function failed. The message names its key.
     """
     stages = {}
-    num_params = count_elements(model.architecture.abstract_params())
+    num_params = count_elements(model.architecture.make_abstract_params())
     for name, num_steps in c.num_steps_by_stage.items():
         settings = build_optimizer_settings(c, name)
         probe_schedule(settings)

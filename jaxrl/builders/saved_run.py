@@ -31,7 +31,7 @@ from jaxrl.runtime.checkpoint import read_latest_position, restore_params
 from jaxrl.runtime.compilation_cache import use_compilation_cache
 from jaxrl.runtime.host_memory import enable_memory_trimming
 from jaxrl.runtime.resume import add_code_folders, check_checkpoint_exists, read_prompt_time
-from jaxrl.runtime.sharding import compute_mesh_sizes, make_restore_target, param_shardings
+from jaxrl.runtime.sharding import compute_mesh_sizes, make_param_shardings, make_restore_target
 from jaxrl.sampling.weights import donate
 from jaxrl.training.run_state import Progress
 from jaxrl.types import Params
@@ -272,7 +272,7 @@ def load_weights(
     policy.base = load_frozen_params(
         policy, config.model.path, architecture, lambda done, total: None
     )
-    shardings = param_shardings(policy.mesh, policy.trained)
-    target = make_restore_target(policy.trained.abstract_params(), shardings)
+    shardings = make_param_shardings(policy.mesh, policy.trained)
+    target = make_restore_target(policy.trained.make_abstract_params(), shardings)
     loaded_step, params = restore_params(run / "checkpoints", target, step)
     return params, f"checkpoint of step {loaded_step}"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from jaxrl.runtime.sharding import replicated_sharding
+from jaxrl.runtime.sharding import make_replicated_sharding
 from jaxrl.training.controllers import Controllers
 from jaxrl.training.method import Method, has_kl_loss
 from jaxrl.training.minibatches import (
@@ -45,7 +45,9 @@ def make_token_logger(
     """
     # Logging neither adds sizes nor changes those that updates use.
     shape = dataclasses.replace(shape, sizes=None)
-    gather = jax.jit(lambda values: values, out_shardings=replicated_sharding(score.model.mesh))
+    gather = jax.jit(
+        lambda values: values, out_shardings=make_replicated_sharding(score.model.mesh)
+    )
 
     def token_logger(
         groups: Sequence[Group], controllers: Controllers, params: Params, ref_params: Params | None

@@ -47,11 +47,11 @@ class MemoryTerms:
 
 @dataclass(frozen=True, kw_only=True)
 class FusedTensor:
-    """HF tensor that stacks several matrices, each with its own name in `hf_names`.
+    """HF tensor that stacks several matrices, each with its own name in `get_hf_names`.
 
     Attributes:
         shape: Shape of the fused tensor: matrices, rows, columns.
-        slices: Matrix index and row range of each separate tensor, by its name in `hf_names`.
+        slices: Matrix index and row range of each separate tensor, by its name in `get_hf_names`.
     """
 
     shape: tuple[int, int, int]
@@ -109,7 +109,7 @@ class Architecture(ABC):
         """Return this architecture if it is a `WrappedArchitecture`, else None."""
         return None
 
-    def param_specs(self, frozen: Sequence[str] = ()) -> tuple[ParamSpec, ParamSpec]:
+    def make_param_specs(self, frozen: Sequence[str] = ()) -> tuple[ParamSpec, ParamSpec]:
         """Return specs of the trained and the frozen parameters; `frozen` lists frozen modules."""
         return split_param_specs(self, lambda path: path[0] not in frozen)
 
@@ -210,69 +210,69 @@ class Architecture(ABC):
         """
 
     @abstractmethod
-    def hf_config(self) -> dict[str, Any]:
+    def to_hf_config(self) -> dict[str, Any]:
         """Return the `config.json` fields to write if there is no source `config.json`."""
 
     @abstractmethod
-    def abstract_params(self) -> Params:
+    def make_abstract_params(self) -> Params:
         """Return the parameters as `jax.ShapeDtypeStruct`s, without allocating them."""
 
     @abstractmethod
-    def logical_axes(self) -> dict[str, Any]:
+    def get_logical_axes(self) -> dict[str, Any]:
         """Return a tree with the axis names of each parameter; see `LOGICAL_AXIS_RULES`."""
 
-    def logical_axes_for_decoding(self) -> dict[str, Any]:
-        """Return the axis names of `weights_for_decoding`; these may depend on the platform."""
-        return self.logical_axes()
+    def get_decoding_axes(self) -> dict[str, Any]:
+        """Return the axis names of `prepare_decoding_weights`; these may depend on the platform."""
+        return self.get_logical_axes()
 
     @abstractmethod
-    def hf_names(self) -> dict[str, str]:
+    def get_hf_names(self) -> dict[str, str]:
         """Return the HF tensor name of each parameter path (keys joined by `/`), in export order.
 
         The first `{}` is the layer index. A second `{}` is the index along the parameter's next
         axis, such as the expert. A `kernel` is [in, out] here and [out, in] in HF files.
         """
 
-    def hf_prefix_map(self) -> dict[str, str]:
-        """Map alternative prefixes of HF tensor names to the prefixes in `hf_names`."""
+    def get_hf_prefix_map(self) -> dict[str, str]:
+        """Map alternative prefixes of HF tensor names to the prefixes in `get_hf_names`."""
         return {}
 
-    def linear_layers(self) -> tuple[str, ...]:
+    def list_linear_layers(self) -> tuple[str, ...]:
         """Return the paths of layers that use `decoder.linear`, such as `blocks/attention/q`.
 
         These support adapters and int8 weights. Each has a `kernel` [L, in, out].
         """
         return ()
 
-    def hf_passthrough_prefixes(self) -> tuple[str, ...]:
+    def get_hf_passthrough_prefixes(self) -> tuple[str, ...]:
         """Return the prefixes of HF tensors that are unused but copied unchanged to an export."""
         return ()
 
-    def hf_module_prefixes(self) -> dict[str, str]:
-        """Map prefixes in `hf_names` to the prefixes of modules in transformers."""
-        return {canonical: prefix for prefix, canonical in self.hf_prefix_map().items()}
+    def get_hf_module_prefixes(self) -> dict[str, str]:
+        """Map prefixes in `get_hf_names` to the prefixes of modules in transformers."""
+        return {canonical: prefix for prefix, canonical in self.get_hf_prefix_map().items()}
 
-    def hf_tied_names(self) -> dict[str, str]:
+    def get_hf_tied_names(self) -> dict[str, str]:
         """Return, for each redundant HF tensor in some folders, the name of its original."""
         return {}
 
-    def hf_fused_tensors(self) -> dict[str, FusedTensor]:
-        """Return the fused HF tensors that some folders store instead of those in `hf_names`."""
+    def get_hf_fused_tensors(self) -> dict[str, FusedTensor]:
+        """Return fused HF tensors that some folders store instead of those in `get_hf_names`."""
         return {}
 
     @abstractmethod
-    def weights_for_training(self, params: Params, dtype: DTypeLike) -> Params:
-        """Convert parameters to the weights for `hidden_states` and `unembed` in training.
+    def prepare_training_weights(self, params: Params, dtype: DTypeLike) -> Params:
+        """Convert parameters to the weights for `compute_hidden_states` and `unembed` in training.
 
         A module outside `blocks` may hold additional arrays, sharded like its first parameter.
         """
 
     @abstractmethod
-    def weights_for_decoding(self, params: Params, dtype: DTypeLike) -> Params:
+    def prepare_decoding_weights(self, params: Params, dtype: DTypeLike) -> Params:
         """Convert parameters to the sampler's weights; `blocks` stay stacked."""
 
     @abstractmethod
-    def hidden_states(
+    def compute_hidden_states(
         self,
         params: Params,
         token_ids: Int[Array, "R T"],
@@ -288,7 +288,7 @@ class Architecture(ABC):
         of `attend`.
 
         Args:
-            params: Parameters, or their `weights_for_training`.
+            params: Parameters, or their `prepare_training_weights`.
             token_ids: Token ids of rows, or of pieces of rows (`config.mesh.context`). Tokens
                 interact only through `attend`.
             positions: Position of each token in its sequence.
@@ -303,7 +303,7 @@ class Architecture(ABC):
         """Compute float32 logits; ids >= `num_tokens` are masked out as padding."""
 
     @abstractmethod
-    def sampler_hidden_states(
+    def compute_sampler_hidden_states(
         self,
         weights: Params,
         token_ids: Int[Array, " M"],
@@ -317,7 +317,7 @@ class Architecture(ABC):
         `Tower.encode`, `[S, U, E]` for S shards.
 
         Args:
-            weights: Result of `weights_for_decoding`.
+            weights: Result of `prepare_decoding_weights`.
             token_ids: Token ids.
             positions: Position of each token in its sequence.
             layer_scan: Loop over `blocks`. A layer with the module `recurrent_module` receives

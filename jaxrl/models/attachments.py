@@ -84,7 +84,7 @@ class Tower(ABC):
         """Return the memory of one layer, per patch instead of per token."""
 
     @abstractmethod
-    def num_attention_scores(self, num_patches: int) -> int:
+    def count_attention_scores(self, num_patches: int) -> int:
         """Return the number of attention scores in memory at a time, for `num_patches` patches."""
 
     @property
@@ -98,7 +98,7 @@ class Tower(ABC):
         """Return the number of values per patch."""
 
     @abstractmethod
-    def num_tokens(self, attachment: Any) -> int:
+    def count_tokens(self, attachment: Any) -> int:
         """Return the number of tokens of an attachment.
 
         Raises:

@@ -14,8 +14,9 @@ The parameter tree, with a leading layer axis L of stacked blocks:
 A family adds its feed-forward parameters to `blocks`. Weights are declared once in NNX; all
 computation is on plain nested dicts.
 
-Two passes share the same block. `hidden_states` computes packed rows with `weights_for_training`.
-`sampler_hidden_states` computes tokens of many rows with `weights_for_decoding` and a KV cache.
+Two passes share the same block. `compute_hidden_states` runs packed rows with the weights of
+`prepare_training_weights`. `compute_sampler_hidden_states` runs tokens of many rows with the
+weights of `prepare_decoding_weights` and a KV cache.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ def parse_common_fields(fields: dict[str, Any], *, source: str = "config.json") 
         "rope_theta": float(theta),
         "rms_norm_eps": float(fields["rms_norm_eps"]),
         "tie_embeddings": bool(fields["tie_word_embeddings"]),
-        "max_positions": scaling.max_positions(max_positions) if scaling else max_positions,
+        "max_positions": scaling.compute_max_positions(max_positions) if scaling else max_positions,
         "rope_scaling": scaling,
     }
 
@@ -391,7 +392,7 @@ OUTPUT_AXES = {"lm_head": {"kernel": ("width", "vocab")}}
 SCALE_AXES = {"scale": ("layer", None)}
 
 
-def linear_axes(inputs: str, outputs: str, has_bias: bool = False) -> dict[str, Any]:
+def make_linear_axes(inputs: str, outputs: str, has_bias: bool = False) -> dict[str, Any]:
     """Return the axis names of a stacked linear layer."""
     kernel = {"kernel": ("layer", inputs, outputs)}
     return {**kernel, "bias": ("layer", outputs)} if has_bias else kernel
@@ -454,19 +455,19 @@ class Decoder(Architecture):
         """Return the feed-forward modules of a layer, keyed by parameter name."""
 
     @abstractmethod
-    def feed_forward(self, layer: Params, x: Float[Array, "M D"]) -> Float[Array, "M D"]:
+    def apply_feed_forward(self, layer: Params, x: Float[Array, "M D"]) -> Float[Array, "M D"]:
         """Compute a layer's feed-forward residual from the normalized states of M tokens."""
 
     @abstractmethod
-    def feed_forward_axes(self) -> dict[str, Any]:
+    def get_feed_forward_axes(self) -> dict[str, Any]:
         """Return the logical axes of the parameters that `declare_feed_forward` declares."""
 
-    def mixer_hf_names(self) -> dict[str, str]:
+    def get_mixer_hf_names(self) -> dict[str, str]:
         """Return the HF names of the non-attention parameters that `declare_mixers` declares."""
         return {}
 
     @abstractmethod
-    def feed_forward_hf_names(self) -> dict[str, str]:
+    def get_feed_forward_hf_names(self) -> dict[str, str]:
         """Return the HF names of the parameters that `declare_feed_forward` declares."""
 
     @property
@@ -502,31 +503,31 @@ class Decoder(Architecture):
             "torch_dtype": "float32",
         }
 
-    def abstract_params(self) -> Params:
+    def make_abstract_params(self) -> Params:
         """Return a copy of the cached abstract parameters."""
         return jax.tree.map(lambda leaf: leaf, _make_abstract_params(self))
 
-    def logical_axes(self) -> dict[str, Any]:
+    def get_logical_axes(self) -> dict[str, Any]:
         """Return the axis names of each parameter; `sharding.LOGICAL_AXIS_RULES` resolves them."""
         axes = {
             "embed": {"embedding": ("vocab", "width")},
             "blocks": {
                 "input_norm": SCALE_AXES,
-                **self.mixer_axes(),
+                **self.get_mixer_axes(),
                 "post_attention_norm": SCALE_AXES,
-                **self.feed_forward_axes(),
+                **self.get_feed_forward_axes(),
             },
             "norm": {"scale": (None,)},
         }
         return axes if self.tie_embeddings else {**axes, **OUTPUT_AXES}
 
-    def mixer_axes(self) -> dict[str, Any]:
+    def get_mixer_axes(self) -> dict[str, Any]:
         """Return the logical axes of the parameters that `declare_mixers` declares."""
         attention = {
-            "q": linear_axes("width", "heads", self.qkv_bias),
-            "k": linear_axes("width", "heads", self.qkv_bias),
-            "v": linear_axes("width", "heads", self.qkv_bias),
-            "o": linear_axes("heads", "width", self.output_bias),
+            "q": make_linear_axes("width", "heads", self.qkv_bias),
+            "k": make_linear_axes("width", "heads", self.qkv_bias),
+            "v": make_linear_axes("width", "heads", self.qkv_bias),
+            "o": make_linear_axes("heads", "width", self.output_bias),
             **({"q_norm": SCALE_AXES, "k_norm": SCALE_AXES} if self.qk_norm else {}),
         }
         return {"attention": attention}
@@ -535,11 +536,11 @@ class Decoder(Architecture):
         """Return the initial extra state that the layers update, or None."""
         return None
 
-    def feed_forward_with_aux(
+    def apply_feed_forward_with_aux(
         self, layer: Params, x: Float[Array, "M D"], extra_state: Any, aux: AuxArrays
     ) -> tuple[Float[Array, "M D"], Any]:
-        """Apply `feed_forward`; also return the extra state after this layer."""
-        return self.feed_forward(layer, x), extra_state
+        """Apply `apply_feed_forward`; also return the extra state after this layer."""
+        return self.apply_feed_forward(layer, x), extra_state
 
     def store_extra_state(self, aux: AuxArrays, extra_state: Any) -> None:
         """Store the final extra state in `aux`."""
@@ -561,7 +562,9 @@ class Decoder(Architecture):
         x = x + checkpoint_name(self.mix_tokens(layer, normed, angles, mixer), "o")
         normed = self.norm(x, layer["post_attention_norm"]["scale"])
         with jax.named_scope("mlp"):
-            residual, extra_state = self.feed_forward_with_aux(layer, normed, extra_state, aux)
+            residual, extra_state = self.apply_feed_forward_with_aux(
+                layer, normed, extra_state, aux
+            )
         return x + residual, extra_state
 
     def norm(self, x: Float[Array, "... D"], scale: Float[Array, " D"]) -> Float[Array, "... D"]:
@@ -583,7 +586,7 @@ class Decoder(Architecture):
             attended = attend(q, k, v).reshape(x.shape[0], self.num_heads * self.head_dim)
         return linear(weights["o"], attended)
 
-    def weights_for_training(self, params: Params, dtype: DTypeLike) -> Params:
+    def prepare_training_weights(self, params: Params, dtype: DTypeLike) -> Params:
         """Cast all weights except biases to `dtype`.
 
         Biases stay float32 and are cast where they are added, so that their gradients are summed
@@ -605,7 +608,7 @@ class Decoder(Architecture):
                 weights[name] = {**weights[name], "master": table}
         return weights
 
-    def weights_for_decoding(self, params: Params, dtype: DTypeLike) -> Params:
+    def prepare_decoding_weights(self, params: Params, dtype: DTypeLike) -> Params:
         """Cast the weights. On a CPU or with `head_dtype`, a tied model gets its own `lm_head`."""
         weights = cast_params(params, dtype)
         [table] = cast_params(params[self.output_module], self.head_dtype or dtype).values()
@@ -617,7 +620,7 @@ class Decoder(Architecture):
             weights["lm_head"] = {"kernel": table.T}
         return weights
 
-    def hidden_states(
+    def compute_hidden_states(
         self,
         params: Params,
         token_ids: Int[Array, "R T"],
@@ -687,7 +690,7 @@ class Decoder(Architecture):
             return logits
         return jnp.where(jnp.arange(self.vocab_size) < num_tokens, logits, reference.MASK_VALUE)
 
-    def sampler_hidden_states(
+    def compute_sampler_hidden_states(
         self,
         weights: Params,
         token_ids: Int[Array, " M"],
@@ -719,29 +722,33 @@ class Decoder(Architecture):
         self.store_extra_state(aux, extra_state)
         return self.norm(x, weights["norm"]["scale"])
 
-    def logical_axes_for_decoding(self) -> dict[str, Any]:
-        """Return the axis names of `weights_for_decoding`, which may add an `lm_head`."""
-        return {**super().logical_axes_for_decoding(), **OUTPUT_AXES}
+    def get_decoding_axes(self) -> dict[str, Any]:
+        """Return the axis names of `prepare_decoding_weights`, which may add an `lm_head`."""
+        return {**super().get_decoding_axes(), **OUTPUT_AXES}
 
-    def hf_names(self) -> dict[str, str]:
+    def get_hf_names(self) -> dict[str, str]:
         """Return the HF tensor names, in the order of computation."""
-        params = flatten_dict(self.abstract_params(), sep="/")
+        params = flatten_dict(self.make_abstract_params(), sep="/")
         names = {
             **FIRST_HF_NAMES,
-            **self.mixer_hf_names(),
-            **self.feed_forward_hf_names(),
+            **self.get_mixer_hf_names(),
+            **self.get_feed_forward_hf_names(),
             **LAST_HF_NAMES,
         }
         return {name: tensor for name, tensor in names.items() if name in params}
 
-    def linear_layers(self) -> tuple[str, ...]:
+    def list_linear_layers(self) -> tuple[str, ...]:
         """Return the paths of all layers with a kernel [L, in, out]."""
-        params = flatten_dict(self.abstract_params()["blocks"], sep="/")
+        params = flatten_dict(self.make_abstract_params()["blocks"], sep="/")
         matrices = {name for name, leaf in params.items() if leaf.ndim == 3}
-        names = (name.removeprefix("blocks/") for name in self.hf_names())
+        names = (name.removeprefix("blocks/") for name in self.get_hf_names())
         kernels = (n for n in names if n in matrices and n.endswith("/kernel"))
         return tuple(f"blocks/{name.removesuffix('/kernel')}" for name in kernels)
 
-    def hf_tied_names(self) -> dict[str, str]:
+    def get_hf_tied_names(self) -> dict[str, str]:
         """Map the output layer to the embedding if they are tied; older exports contain both."""
-        return {"lm_head.weight": self.hf_names()["embed/embedding"]} if self.tie_embeddings else {}
+        return (
+            {"lm_head.weight": self.get_hf_names()["embed/embedding"]}
+            if self.tie_embeddings
+            else {}
+        )

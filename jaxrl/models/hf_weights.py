@@ -121,7 +121,7 @@ class _MatrixSlice:
 class HasWeights(Protocol):
     """Part of the `Architecture` interface that loading uses."""
 
-    def hf_names(self) -> dict[str, str]:
+    def get_hf_names(self) -> dict[str, str]:
         """Return the HF tensor name of each parameter path."""
         ...
 
@@ -130,16 +130,16 @@ class HasWeights(Protocol):
         """Return the modules of `blocks` that only some layers have."""
         ...
 
-    def abstract_params(self) -> Params:
+    def make_abstract_params(self) -> Params:
         """Return the parameters as `jax.ShapeDtypeStruct`s."""
         ...
 
 
 def locate_hf_tensors(config: HasWeights) -> dict[str, TensorLocation]:
     """Return the location of each HF tensor of the model, keyed by HF name."""
-    leaves = flatten_dict(config.abstract_params(), sep="/")
+    leaves = flatten_dict(config.make_abstract_params(), sep="/")
     locations = {}
-    for param, name in config.hf_names().items():
+    for param, name in config.get_hf_names().items():
         axes, shape = name.count("{}"), leaves[param].shape
         hf_shape = shape[axes:][::-1] if param.endswith("/kernel") else shape[axes:]
         for index in np.ndindex(shape[:axes]):
@@ -184,11 +184,11 @@ def load_hf(
         ValueError: A file is corrupt, or its tensors do not match the config.
     """
     config, stored = open_hf(path, architecture, log)
-    shapes = flatten_dict(config.abstract_params(), sep="/")
+    shapes = flatten_dict(config.make_abstract_params(), sep="/")
     if mesh is None:
         shardings = dict.fromkeys(shapes, SingleDeviceSharding(jax.local_devices()[0]))
     else:
-        shardings = flatten_dict(sharding.param_shardings(mesh, config), sep="/")
+        shardings = flatten_dict(sharding.make_param_shardings(mesh, config), sep="/")
     if entries is not None:
         shardings = {
             p: leaf_sharding for p, leaf_sharding in shardings.items() if p.split("/")[0] in entries
@@ -209,7 +209,7 @@ def load_tensors(
 
     Args:
         config: Model that the tensors belong to.
-        stored: Validated tensors by the names in `config.hf_names()`, or a function that opens
+        stored: Validated tensors by the names in `config.get_hf_names()`, or a function that opens
             them. With a function, nothing is loaded yet: each returned value is a function that
             opens the tensors and loads one parameter. safetensors keeps everything it has read from
             a file in memory until the file is closed.
@@ -217,7 +217,7 @@ def load_tensors(
         dtype: Dtype of the parameters.
         progress: See `load_hf`.
     """
-    names, leaves = config.hf_names(), flatten_dict(config.abstract_params(), sep="/")
+    names, leaves = config.get_hf_names(), flatten_dict(config.make_abstract_params(), sep="/")
     shapes = {param: leaves[param] for param in leaves if param in shardings}
 
     item, done = jnp.dtype(dtype).itemsize, 0
@@ -296,15 +296,15 @@ BUFFERS = re.compile(r"(^|\.)(rotary_(pos_)?emb\.\w+|position_ids|masked_bias)$"
 
 
 def _find_fused_tensors(config: Architecture, stored: Iterable[str]) -> dict[str, FusedTensor]:
-    """Return the stored tensors that fuse several of the tensors in `hf_names`, by stored name."""
-    fused = config.hf_fused_tensors()
+    """Return stored tensors that fuse several of those in `get_hf_names`, by stored name."""
+    fused = config.get_hf_fused_tensors()
     canonical = {name: canonicalize_name(config, name) for name in stored} if fused else {}
     return {name: fused[original] for name, original in canonical.items() if original in fused}
 
 
 def _find_copied_tensors(config: Architecture, stored: Iterable[str]) -> set[str]:
     """Return the names of unused tensors that an export copies."""
-    return {name for name in stored if name.startswith(config.hf_passthrough_prefixes())}
+    return {name for name in stored if name.startswith(config.get_hf_passthrough_prefixes())}
 
 
 def _find_unused_tensors(config: Architecture, stored: Iterable[str]) -> set[str]:
@@ -313,7 +313,7 @@ def _find_unused_tensors(config: Architecture, stored: Iterable[str]) -> set[str
     Like transformers, this skips `BUFFERS` and modules outside the model, such as a value head.
     Unknown tensors within the model's modules are not skipped, since they might matter.
     """
-    expected = {*locate_hf_tensors(config), *config.hf_tied_names()}
+    expected = {*locate_hf_tensors(config), *config.get_hf_tied_names()}
     modules = {name.partition(".")[0] for name in expected}
     unused = _find_copied_tensors(config, stored)
     for name in stored:
@@ -327,7 +327,7 @@ def _find_unused_tensors(config: Architecture, stored: Iterable[str]) -> set[str
 def open_canonical_tensors(
     config: Architecture, folder: Path, log: LogCallback = lambda _: None
 ) -> dict[str, StoredTensor]:
-    """Open and validate the tensors in an HF folder; return them keyed by name in `hf_names`.
+    """Open and validate the tensors in an HF folder; return them keyed by name in `get_hf_names`.
 
     Raises the same errors as `load_hf`.
     """
@@ -336,8 +336,8 @@ def open_canonical_tensors(
 
 
 def canonicalize_name(config: Architecture, name: str) -> str:
-    """Convert a tensor name with an alternative prefix to the name in `hf_names`."""
-    for prefix, canonical in config.hf_prefix_map().items():
+    """Convert a tensor name with an alternative prefix to the name in `get_hf_names`."""
+    for prefix, canonical in config.get_hf_prefix_map().items():
         if name.startswith(prefix):
             return canonical + name.removeprefix(prefix)
     return name
@@ -397,7 +397,7 @@ def open_safetensors(file: Path) -> list[StoredTensor]:
 
 def _check_tensors(stored: Mapping[str, StoredTensor], config: Architecture, folder: Path) -> None:
     """Raise an error if a tensor is missing or unexpected, or its shape or dtype is wrong."""
-    locations, copies = locate_hf_tensors(config), config.hf_tied_names()
+    locations, copies = locate_hf_tensors(config), config.get_hf_tied_names()
     for name, location in locations.items():
         if name not in stored:
             raise make_missing_tensor_error(folder, name, location, stored)
@@ -532,7 +532,7 @@ def write_hf(
     with atomic_folder(Path(path), marker="config.json", is_writer=is_writer) as folder:
         if is_writer:
             if source is None:
-                write_json(folder / "config.json", config.hf_config())
+                write_json(folder / "config.json", config.to_hf_config())
             else:
                 copy_non_weight_files(Path(source), folder)
         write_tensors(
@@ -581,7 +581,7 @@ def _locate_exported_tensors(
     config: Architecture, names: Iterable[str]
 ) -> dict[str, TensorLocation]:
     """Return the location of each of the source's tensors, by name, with tied copies last."""
-    canonical, copies = locate_hf_tensors(config), config.hf_tied_names()
+    canonical, copies = locate_hf_tensors(config), config.get_hf_tied_names()
     source_names = {canonicalize_name(config, name): name for name in names}
     locations = {source_names[name]: location for name, location in canonical.items()}
     extra = {

@@ -16,7 +16,7 @@ def load_frozen_params(
     """
     if model.architecture.wrapper is not None:
         return model.architecture.wrapper.load_base(folder, model.mesh, progress)
-    names = tuple(model.frozen.abstract_params())
+    names = tuple(model.frozen.make_abstract_params())
     if not names:
         return {}
     return load_hf(folder, model.mesh, architecture=architecture, entries=names, progress=progress)
@@ -38,7 +38,7 @@ def load_trained_params(
     """
     if model.architecture.wrapper is not None:
         return model.architecture.wrapper.load_initial_params(model.mesh, seed)
-    names = tuple(model.trained.abstract_params())
+    names = tuple(model.trained.make_abstract_params())
     return load_hf(
         folder,
         model.mesh,

@@ -58,7 +58,7 @@ class LlamaConfig(QwenConfig):
         reject_unsupported_features(unsupported, source)
         return model
 
-    def hf_config(self) -> dict[str, Any]:
+    def to_hf_config(self) -> dict[str, Any]:
         """Return the `config.json` fields; a Mistral model is saved as a Llama without biases."""
         return {
             "architectures": ["LlamaForCausalLM"],

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.runtime.sharding import piece_sharding
+from jaxrl.runtime.sharding import make_piece_sharding
 
 LOGIT_CAPACITIES = (1, 2, 3, 4)
 """Capacities for selected tokens, in quarters of all tokens.
@@ -213,7 +213,7 @@ class OutputLayer:
     def constrain_to_shards(self, x: jax.Array) -> jax.Array:
         """Constrain the leading axis to be sharded; leave the other axes unconstrained."""
         unconstrained = [P.UNCONSTRAINED] * (x.ndim - 1)
-        spec = P(*piece_sharding(self.mesh).spec, *unconstrained)
+        spec = P(*make_piece_sharding(self.mesh).spec, *unconstrained)
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
 

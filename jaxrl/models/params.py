@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 class ParamSpec(Protocol):
     """Shapes and logical axes of a subset of a policy's parameters."""
 
-    def abstract_params(self) -> Params:
+    def make_abstract_params(self) -> Params:
         """Return the parameters as `jax.ShapeDtypeStruct`s."""
         ...
 
-    def logical_axes(self) -> dict[str, Any]:
-        """Return a tree with each parameter's logical axes; see `Architecture.logical_axes`."""
+    def get_logical_axes(self) -> dict[str, Any]:
+        """Return a tree with each parameter's logical axes; see `Architecture.get_logical_axes`."""
         ...
 
 
@@ -39,20 +39,20 @@ class ParamSubset:
     model: Architecture
     paths: frozenset[tuple[str, ...]]
 
-    def abstract_params(self) -> Params:
+    def make_abstract_params(self) -> Params:
         """Return the parameters as `jax.ShapeDtypeStruct`s."""
-        return select_params(self.model.abstract_params(), self.paths.__contains__)
+        return select_params(self.model.make_abstract_params(), self.paths.__contains__)
 
-    def logical_axes(self) -> dict[str, Any]:
+    def get_logical_axes(self) -> dict[str, Any]:
         """Return a tree with the logical axes of each parameter."""
-        return select_params(self.model.logical_axes(), self.paths.__contains__)
+        return select_params(self.model.get_logical_axes(), self.paths.__contains__)
 
 
 def split_param_specs(
     model: Architecture, is_trained: Callable[[tuple[str, ...]], bool]
 ) -> tuple[ParamSubset, ParamSubset]:
     """Split an architecture's parameters by path into trained and frozen subsets."""
-    paths = flatten_dict(model.abstract_params()).keys()
+    paths = flatten_dict(model.make_abstract_params()).keys()
     trained = frozenset(path for path in paths if is_trained(path))
     return ParamSubset(model, trained), ParamSubset(model, frozenset(paths) - trained)
 
@@ -66,7 +66,7 @@ def select_params(tree: Params, predicate: Callable[[tuple[str, ...]], bool]) ->
 
 def split_params(policy: Params, trained: ParamSpec) -> tuple[Params, Params]:
     """Split a policy's parameters into those in `trained` and the rest."""
-    paths = flatten_dict(trained.abstract_params()).keys()
+    paths = flatten_dict(trained.make_abstract_params()).keys()
     return select_params(policy, paths.__contains__), select_params(
         policy, lambda path: path not in paths
     )

@@ -31,9 +31,9 @@ from jaxrl.runtime.sharding import (
     count_batch_shards,
     count_piece_shards,
     gather_rows,
+    make_param_shardings,
+    make_piece_sharding,
     merge_pieces,
-    param_shardings,
-    piece_sharding,
     split_into_pieces,
 )
 from jaxrl.types import Batch, Params
@@ -80,7 +80,7 @@ class Model:
             remat: Rematerialization mode, a key of `layers.REMAT`.
             scan_layers: True to compile layers of the same kind once, as a loop.
             logits_chunk_tokens: Maximum number of tokens whose logits are in memory at a time.
-            frozen: Top-level modules that are not trained; see `Architecture.param_specs`.
+            frozen: Top-level modules that are not trained; see `Architecture.make_param_specs`.
         """
         pass_settings = mesh, attention, num_tokens, dtype, remat, scan_layers, logits_chunk_tokens
         # Identifies the compiled passes; see `Architecture.program_key`.
@@ -93,9 +93,9 @@ class Model:
         self.attention = attention
         self._layer_scan = LayerScan(remat=remat, scan=scan_layers)
         self.logits_chunk_tokens = logits_chunk_tokens
-        self.trained, self.frozen = architecture.param_specs(frozen)
+        self.trained, self.frozen = architecture.make_param_specs(frozen)
         self._stacked_modules = get_stacked_modules(architecture)
-        tables = self.trained.abstract_params().keys() - self._stacked_modules
+        tables = self.trained.make_abstract_params().keys() - self._stacked_modules
         self._trains_tables = bool(tables)
 
     @property
@@ -152,7 +152,7 @@ class Model:
             aux.statistics_weights = is_token.reshape(-1).astype(jnp.float32)
         return aux
 
-    def token_logprobs(
+    def compute_token_logprobs(
         self,
         params: Params,
         batch: Batch,
@@ -179,7 +179,7 @@ class Model:
         Returns:
             Log-probabilities and entropies, float32 [b, T], in nats.
         """
-        params = self._gather_tables(self.architecture.weights_for_training(params, self.dtype))
+        params = self._gather_tables(self.architecture.prepare_training_weights(params, self.dtype))
         aux = aux or self.make_aux(batch, with_statistics=False)
         hidden = self._compute_hidden_states(params, batch, aux)
         (b, T), shards = batch.token_ids.shape, count_piece_shards(self.mesh)
@@ -220,7 +220,7 @@ class Model:
     def _compute_hidden_states(self, params: Params, batch: Batch, aux: AuxArrays) -> jax.Array:
         """Compute the final hidden states `[C * b, T / C, D]`; see `split_into_pieces`."""
         constrain_to_shards = partial(
-            jax.lax.with_sharding_constraint, shardings=piece_sharding(self.mesh)
+            jax.lax.with_sharding_constraint, shardings=make_piece_sharding(self.mesh)
         )
         segments = (
             gather_rows(self.mesh, batch.segment_ids),
@@ -229,7 +229,7 @@ class Model:
         run_recurrence = None
         if specs := self.architecture.state_specs:
             run_recurrence = make_recurrence(specs, compute_key_ranges(*segments)[:, 0])
-        hidden = self.architecture.hidden_states(
+        hidden = self.architecture.compute_hidden_states(
             params,
             split_into_pieces(self.mesh, batch.token_ids),
             split_into_pieces(self.mesh, batch.positions),
@@ -252,12 +252,14 @@ class Model:
         tokens, which avoids an all-reduce of complete tables. With a `data` axis, gradients stay
         unsplit, since the compiler would copy all tokens to every device.
         """
-        gathered = param_shardings(self.mesh, self.architecture, for_decode=True)
+        gathered = make_param_shardings(self.mesh, self.architecture, for_decode=True)
         is_split = self.mesh.shape["data"] == 1
-        gradient_shardings = param_shardings(self.mesh, self.architecture) if is_split else gathered
+        gradient_shardings = (
+            make_param_shardings(self.mesh, self.architecture) if is_split else gathered
+        )
 
         def gather_table(name: str, leaf: str, array: jax.Array) -> jax.Array:
-            # Arrays that `weights_for_training` adds are sharded like the module's first parameter.
+            # Arrays added by `prepare_training_weights` are sharded like the first parameter.
             pair = [
                 shardings[name].get(leaf, next(iter(shardings[name].values())))
                 for shardings in (gathered, gradient_shardings)

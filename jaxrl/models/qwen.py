@@ -22,7 +22,7 @@ from jaxrl.models.decoder import (
     check_model_type,
     check_supported,
     linear,
-    linear_axes,
+    make_linear_axes,
     parse_common_fields,
     read_positive_int,
 )
@@ -65,7 +65,7 @@ class QwenConfig(Decoder):
             qk_norm=is_qwen3,
         )
 
-    def hf_config(self) -> dict[str, Any]:
+    def to_hf_config(self) -> dict[str, Any]:
         """Return the `config.json` fields; the inverse of `from_dict`."""
         is_qwen3 = self.qk_norm
         fields = {
@@ -80,23 +80,23 @@ class QwenConfig(Decoder):
         """Declare a gated MLP."""
         return {"mlp": MLP(self, rngs=rngs)}
 
-    def feed_forward(self, layer: Params, x: Float[Array, "M D"]) -> Float[Array, "M D"]:
+    def apply_feed_forward(self, layer: Params, x: Float[Array, "M D"]) -> Float[Array, "M D"]:
         """Apply SwiGLU (https://arxiv.org/abs/2002.05202)."""
         mlp = layer["mlp"]
         gate, up = (checkpoint_name(linear(mlp[name], x), name) for name in ("gate", "up"))
         return linear(mlp["down"], jax.nn.silu(gate) * up)
 
-    def feed_forward_axes(self) -> dict[str, Any]:
+    def get_feed_forward_axes(self) -> dict[str, Any]:
         """Return the axis names; the MLP's inner width is split over `tensor`."""
         return {
             "mlp": {
-                "gate": linear_axes("width", "mlp"),
-                "up": linear_axes("width", "mlp"),
-                "down": linear_axes("mlp", "width"),
+                "gate": make_linear_axes("width", "mlp"),
+                "up": make_linear_axes("width", "mlp"),
+                "down": make_linear_axes("mlp", "width"),
             }
         }
 
-    def feed_forward_hf_names(self) -> dict[str, str]:
+    def get_feed_forward_hf_names(self) -> dict[str, str]:
         """Return the HF names of the MLP's kernels: `gate_proj`, `up_proj` and `down_proj`."""
         return {
             f"blocks/mlp/{name}/kernel": f"model.layers.{{}}.mlp.{name}_proj.weight"

@@ -77,7 +77,7 @@ class RopeScaling(ABC):
     def compute_frequencies(self, head_dim: int, theta: float) -> np.ndarray:
         """Return the scaled frequencies; see `compute_default_frequencies`."""
 
-    def max_positions(self, max_position_embeddings: int) -> int:
+    def compute_max_positions(self, max_position_embeddings: int) -> int:
         """Return the maximum sequence length, given the value of `max_position_embeddings`."""
         return max_position_embeddings
 
@@ -176,7 +176,7 @@ class YarnScaling(RopeScaling):
         scaled = np.float32(1.0) / (np.float32(self.factor) / unscaled)
         return scaled * (1 - unscaled_weight) + unscaled * unscaled_weight
 
-    def max_positions(self, max_position_embeddings: int) -> int:
+    def compute_max_positions(self, max_position_embeddings: int) -> int:
         """Return the extended length; published configs contain the pretraining length."""
         return max(
             max_position_embeddings, int(self.original_max_position_embeddings * self.factor)

@@ -1,6 +1,6 @@
 """Device mesh and array shardings.
 
-Parameters name their axes (`Architecture.logical_axes`), and the rules below map those names to
+Parameters name their axes (`Architecture.get_logical_axes`), and the rules below map those names to
 mesh axes. Packed rows of tokens are split over data, fsdp and expert, and each row over context.
 The sampler's rows, which are not packed, are split over all four axes.
 """
@@ -232,17 +232,17 @@ def count_piece_shards(mesh: Mesh) -> int:
     return math.prod(mesh.shape[axis] for axis in PIECE_AXES)
 
 
-def replicated_sharding(mesh: Mesh) -> NamedSharding:
+def make_replicated_sharding(mesh: Mesh) -> NamedSharding:
     """Return the sharding that keeps a full copy on every device."""
     return NamedSharding(mesh, P())
 
 
-def batch_sharding(mesh: Mesh) -> NamedSharding:
+def make_batch_sharding(mesh: Mesh) -> NamedSharding:
     """Return the sharding of mini-batches `[A, b, T]`: rows on `BATCH_AXES`, tokens on context."""
     return NamedSharding(mesh, P(None, BATCH_AXES, CONTEXT_AXIS))
 
 
-def piece_sharding(mesh: Mesh) -> NamedSharding:
+def make_piece_sharding(mesh: Mesh) -> NamedSharding:
     """Return the sharding that splits the first axis over `PIECE_AXES`."""
     return NamedSharding(mesh, P(PIECE_AXES))
 
@@ -259,7 +259,7 @@ def split_into_pieces(mesh: Mesh, x: jax.Array) -> jax.Array:
     size = x.shape[1] // count
     pieces = x.reshape(count_batch_shards(mesh), -1, count, size, *x.shape[2:]).swapaxes(1, 2)
     pieces = pieces.reshape(-1, size, *x.shape[2:])
-    return jax.lax.with_sharding_constraint(pieces, piece_sharding(mesh))
+    return jax.lax.with_sharding_constraint(pieces, make_piece_sharding(mesh))
 
 
 def merge_pieces(mesh: Mesh, x: jax.Array, shape: tuple[int, int]) -> jax.Array:
@@ -285,25 +285,28 @@ def cache_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P(PIECE_AXES, "tensor", None, None))
 
 
-def param_shardings(mesh: Mesh, spec: ParamSpec, *, for_decode: bool = False) -> dict[str, Any]:
+def make_param_shardings(
+    mesh: Mesh, spec: ParamSpec, *, for_decode: bool = False
+) -> dict[str, Any]:
     """Return the sharding of every parameter in `spec`.
 
     A dimension is not split over mesh axes that do not divide it. With `for_decode`, weights are
     split only over `tensor` and, for experts, `expert`, so that a decode step gathers no weights.
     """
-    return _make_shardings(mesh, spec.logical_axes(), spec.abstract_params(), for_decode)
+    return _make_shardings(mesh, spec.get_logical_axes(), spec.make_abstract_params(), for_decode)
 
 
 def decode_shardings(mesh: Mesh, config: Architecture, *, scan_layers: bool) -> dict[str, Any]:
     """Return the sharding of every weight that `prepare_sampler_weights` returns."""
     stacked = jax.eval_shape(
-        lambda params: config.weights_for_decoding(params, jnp.float32), config.abstract_params()
+        lambda params: config.prepare_decoding_weights(params, jnp.float32),
+        config.make_abstract_params(),
     )
     stacks = config.partial_layer_indices
     weights = jax.eval_shape(
         partial(prepare_sampler_weights, scan=scan_layers, stacks=stacks), stacked
     )
-    axes = config.logical_axes_for_decoding()
+    axes = config.get_decoding_axes()
     if isinstance(weights["blocks"], tuple):
         layer = jax.tree.map(lambda names: names[1:], axes["blocks"], is_leaf=is_axes_leaf)
         layers = tuple({name: layer[name] for name in block} for block in weights["blocks"])

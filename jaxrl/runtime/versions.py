@@ -51,7 +51,7 @@ def describe_environment(components: Components) -> dict[str, Any]:
     sizes: dict[str, Any] = {"external": components.external}
     if not components.external:
         model = components.model.architecture.unwrapped
-        shapes = jax.tree.leaves(model.abstract_params())
+        shapes = jax.tree.leaves(model.make_abstract_params())
         sizes = {
             "layers": model.num_layers,
             "width": model.width,

@@ -15,7 +15,7 @@ from flax.traverse_util import flatten_dict
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.params import ParamSpec
 from jaxrl.models.policy import get_stacked_modules
-from jaxrl.runtime.sharding import param_shardings
+from jaxrl.runtime.sharding import make_param_shardings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ def measure_weights(
     """
     all_params, trained = (
         compute_local_param_sizes(policy, mesh),
-        compute_local_param_sizes(policy.param_specs(frozen)[0], mesh),
+        compute_local_param_sizes(policy.make_param_specs(frozen)[0], mesh),
     )
     stacked_modules = get_stacked_modules(policy)
     num_int8 = cast_bytes = cast_table_bytes = 0
@@ -91,8 +91,8 @@ def compute_local_param_sizes(
     spec: ParamSpec, mesh: Any, **settings: bool
 ) -> dict[tuple[str, ...], tuple[int, np.dtype]]:
     """Return the number of values on one device and the dtype of each parameter, by path."""
-    shapes = flatten_dict(spec.abstract_params())
-    layouts = flatten_dict(param_shardings(mesh, spec, **settings))
+    shapes = flatten_dict(spec.make_abstract_params())
+    layouts = flatten_dict(make_param_shardings(mesh, spec, **settings))
     return {
         path: (math.prod(layouts[path].shard_shape(leaf.shape)), jnp.dtype(leaf.dtype))
         for path, leaf in shapes.items()

@@ -32,7 +32,12 @@ from jaxrl.models.aux_arrays import AuxArrays, TokenArraySpec
 from jaxrl.models.kv_cache import Cache, Pages
 from jaxrl.models.layers import LayerScan, SamplerLayerScan, prepare_sampler_weights
 from jaxrl.models.recurrence import Advance, State, init_state
-from jaxrl.runtime.sharding import PIECE_AXES, cache_sharding, count_piece_shards, piece_sharding
+from jaxrl.runtime.sharding import (
+    PIECE_AXES,
+    cache_sharding,
+    count_piece_shards,
+    make_piece_sharding,
+)
 from jaxrl.sampling import next_token
 from jaxrl.types import Params
 
@@ -164,7 +169,7 @@ class Programs:
 
     def convert_params(self, params: Params) -> Params:
         """Convert all parameters of the policy to the layout and dtype used for decoding."""
-        weights = self.architecture.weights_for_decoding(params, self.dtype)
+        weights = self.architecture.prepare_decoding_weights(params, self.dtype)
         return prepare_sampler_weights(
             weights, scan=self.scan_layers, stacks=self.architecture.partial_layer_indices
         )
@@ -208,7 +213,7 @@ class Programs:
         return jax.lax.with_sharding_constraint(cache, cache_sharding(self.mesh))
 
     def _constrain_rows(self, values: Any) -> Any:
-        return jax.lax.with_sharding_constraint(values, piece_sharding(self.mesh))
+        return jax.lax.with_sharding_constraint(values, make_piece_sharding(self.mesh))
 
     def _shard_map(self, function: Callable[..., Any], specs: Any, out_specs: Any) -> Any:
         """Wrap a function in `shard_map` over the shards; page indices are local to a shard."""
@@ -326,7 +331,7 @@ class Programs:
             recurrent_module=self.architecture.recurrent_module,
         )
         token_ids = blocks.token_ids.reshape(-1)
-        self.architecture.sampler_hidden_states(
+        self.architecture.compute_sampler_hidden_states(
             weights, token_ids, positions.reshape(-1), layer_scan
         )
         recorded = self._check_recorded_arrays(layer_scan.aux, token_ids.size)
@@ -570,7 +575,7 @@ class Programs:
             states=chunk.states,
             recurrent_module=self.architecture.recurrent_module,
         )
-        hidden = self.architecture.sampler_hidden_states(
+        hidden = self.architecture.compute_sampler_hidden_states(
             weights, state.pending, positions, layer_scan
         )
         chunk = SamplerCache(pages=layer_scan.cache, states=layer_scan.states)

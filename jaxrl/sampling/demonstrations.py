@@ -86,7 +86,7 @@ def read_demonstrations(
             )
         if processor is not None:
             try:
-                image_tokens = [processor.num_tokens(picture) for picture in pictures]
+                image_tokens = [processor.count_tokens(picture) for picture in pictures]
             except UnreadableImageError as error:
                 raise ValueError(f"{location}, of config.sft.source: {error}.") from error
         if 0 < limits.max_image_tokens < sum(image_tokens):

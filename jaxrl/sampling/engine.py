@@ -39,8 +39,8 @@ from jaxrl.runtime.compilation import CompiledFunction, cached_jit, compile_all,
 from jaxrl.runtime.sharding import (
     cache_sharding,
     count_piece_shards,
-    piece_sharding,
-    replicated_sharding,
+    make_piece_sharding,
+    make_replicated_sharding,
 )
 from jaxrl.sampling import decode, next_token
 from jaxrl.sampling.blocks import count_pages
@@ -347,7 +347,7 @@ class Engine:
         blocks, _ = self._prefill_batcher.make_blocks((), self.prefill_sizes[0], self._tables)
         jax.eval_shape(
             self.programs.prefill,
-            self._weight_converter.abstract_weights(),
+            self._weight_converter.make_abstract_weights(),
             cache,
             blocks,
             attachment_embeds,
@@ -364,8 +364,8 @@ class Engine:
             )
 
         # Describe the arguments by shape and sharding; no device memory is needed.
-        weights = self._weight_converter.abstract_weights()
-        by_page, by_row = cache_sharding(self._mesh), piece_sharding(self._mesh)
+        weights = self._weight_converter.make_abstract_weights()
+        by_page, by_row = cache_sharding(self._mesh), make_piece_sharding(self._mesh)
         transfer_sizes = PAGES_PER_TRANSFER * shards, self.page_tokens, shards
         cache, transfer_pages = (
             make_abstract(by_page, programs.init_cache, *sizes)
@@ -627,7 +627,7 @@ class Engine:
         """
         for shard in self._shards:
             for row in shard.scheduled_rows:
-                num_missing_pages = shard.num_missing_pages(row)
+                num_missing_pages = shard.count_missing_pages(row)
                 while row.saved is None and num_missing_pages > shard.pool.num_free:
                     if shard.evict_cached_prompts():  # evict unused prompts first
                         continue
@@ -1018,5 +1018,5 @@ def _make_stop_tables(
             is_hit=np.pad(automaton.is_hit, padding),
             is_eos=is_eos,
         ),
-        replicated_sharding(mesh),
+        make_replicated_sharding(mesh),
     )

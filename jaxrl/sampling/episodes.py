@@ -271,7 +271,7 @@ class BaseRollout:
         if not task.images:
             return self._tokenizer.render_prompt(messages, tools)
         try:
-            counts = [self._image_processor.num_tokens(picture) for picture in task.images]
+            counts = [self._image_processor.count_tokens(picture) for picture in task.images]
         except UnreadableImageError as error:
             raise UnreadableImageError(f"task {task.id!r}: {error}") from error
         return self._tokenizer.render_prompt(messages, tools, counts)
@@ -405,7 +405,7 @@ class BaseRollout:
 
     def _count_image_tokens(self, images: Sequence[Attachment]) -> list[int]:
         """Return the number of tokens of each image."""
-        return [self._image_processor.num_image_tokens(image) for image in images]
+        return [self._image_processor.count_image_tokens(image) for image in images]
 
     def _make_timeout_result(self, task: Task) -> StepResult:
         """Create a failed step for a task whose reply missed the deadline."""

@@ -86,14 +86,14 @@ class ImageProcessor(Protocol):
     num_values_per_patch: int
     num_patches_per_token: int
 
-    def num_tokens(self, image: Picture) -> int:
+    def count_tokens(self, image: Picture) -> int:
         """Return the number of prompt tokens of an image.
 
         Raises:
             UnreadableImageError: The data is not an image.
         """
 
-    def num_image_tokens(self, attachment: Any) -> int:
+    def count_image_tokens(self, attachment: Any) -> int:
         """Return the number of tokens of a preprocessed image."""
 
     def __call__(self, image: Picture) -> Attachment:

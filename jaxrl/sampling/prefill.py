@@ -83,7 +83,7 @@ class PrefillBatcher:
         remaining_units = self.max_units
         while rows:
             if self.tower is not None:
-                remaining_units -= sum(map(self.tower.num_tokens, rows[0].prefill_attachments))
+                remaining_units -= sum(map(self.tower.count_tokens, rows[0].prefill_attachments))
             if popped and remaining_units < 0:
                 break
             popped.append(rows.popleft())

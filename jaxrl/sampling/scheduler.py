@@ -146,7 +146,7 @@ class BlockScheduler:
         """Return the rows to decode in the next chunk, oldest first."""
         return [row for row in self.resident_rows if row.may_run][: self._num_rows]
 
-    def num_missing_pages(self, row: Row) -> int:
+    def count_missing_pages(self, row: Row) -> int:
         """Return the number of pages that a row still needs for the next chunk; 0 if waiting."""
         max_length = row.length if row.is_waiting else row.compute_max_length(self._num_steps)
         return max(count_pages(max_length, self._page_tokens) - len(row.pages), 0)
@@ -217,12 +217,12 @@ class BlockScheduler:
         if row is None or not self._has_states(1):
             return None
         shared = len(row.prefix.shared) if row.prefix.rows else 0
-        return row if self.num_missing_pages(row) - shared <= self.pool.num_free else None
+        return row if self.count_missing_pages(row) - shared <= self.pool.num_free else None
 
     def swap_in(self, row: Row) -> int:
         """Allocate pages and a state for a preempted row; return the number of valid pages."""
         row.state_slot = self._allocate_state()
-        prefix, num_missing_pages = row.prefix, self.num_missing_pages(row)
+        prefix, num_missing_pages = row.prefix, self.count_missing_pages(row)
         num_shared = len(prefix.shared)
         num_resident = num_shared if prefix.rows else 0
         if prefix.rows:
@@ -285,7 +285,7 @@ class BlockScheduler:
         elif not is_new:
             self.pool.retain(prefix.shared)
             row.pages = list(prefix.shared)
-        row.pages += self.pool.allocate(self.num_missing_pages(row))
+        row.pages += self.pool.allocate(self.count_missing_pages(row))
         if is_new:
             prefix.shared = row.pages[:num_full]
         elif rest and prefix.rows:

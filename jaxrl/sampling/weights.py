@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxrl.models.architecture import Architecture
 from jaxrl.runtime.compilation import cached_jit, join_keys
 from jaxrl.runtime.host_memory import trim_memory
-from jaxrl.runtime.sharding import decode_shardings, move_to_local_mesh, param_shardings
+from jaxrl.runtime.sharding import decode_shardings, make_param_shardings, move_to_local_mesh
 from jaxrl.types import Params
 
 
@@ -51,7 +51,7 @@ class WeightConverter:
         """
         self._key = join_keys(key, train_mesh)
         self._prepare, self._mesh, self._train_mesh = prepare, mesh, train_mesh
-        self._params = policy.abstract_params()
+        self._params = policy.make_abstract_params()
         self._abstract = jax.eval_shape(prepare, self._params)
         shardings, outputs = (
             {name: tree[name] for name in self._abstract}
@@ -63,14 +63,14 @@ class WeightConverter:
         self.shardings: Any = shardings
         self._output_shardings: list[NamedSharding] = jax.tree.leaves(outputs)
         self._unchanged = self._map_unchanged_weights(policy) if train_mesh == mesh else {}
-        frozen = flatten_dict(policy.param_specs()[1].abstract_params())
+        frozen = flatten_dict(policy.make_param_specs()[1].make_abstract_params())
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(self._params)]
         self._is_frozen = [tuple(entry.key for entry in path) in frozen for path in paths]
         # A training run needs one program; others compile on first use.
         self._program = functools.cache(self._make_program)
         self._owned: list[jax.Array] = []
 
-    def abstract_weights(self) -> Params:
+    def make_abstract_weights(self) -> Params:
         """Return the shapes, dtypes and shardings of the weights."""
         return jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
@@ -80,7 +80,7 @@ class WeightConverter:
 
     def _map_unchanged_weights(self, policy: Architecture) -> dict[int, int]:
         """Return the parameter index of each weight that equals a parameter, by weight index."""
-        source_shardings = jax.tree.leaves(param_shardings(self._mesh, policy))
+        source_shardings = jax.tree.leaves(make_param_shardings(self._mesh, policy))
         program = jax.make_jaxpr(self._prepare)(self._params)
         indices = {id(variable): index for index, variable in enumerate(program.jaxpr.invars)}
         params = [indices.get(id(variable)) for variable in program.jaxpr.outvars]

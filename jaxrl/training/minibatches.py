@@ -78,7 +78,7 @@ def select_trained_tokens(
     """
     selected = select_trained_trajectories(groups, method)
     trained = [*selected.values()]
-    fields = {"token_weights": loss_weights([t.loss_mask for t in trained], method.loss)}
+    fields = {"token_weights": compute_loss_weights([t.loss_mask for t in trained], method.loss)}
     if uses_token_kl_weights(method.kl):
         fields["kl_weights"] = compute_token_kl_weights(trained, controllers, method.kl)
     if needs_divergences(method.kl):
@@ -145,7 +145,7 @@ def compute_trajectory_filter_metrics(
     )
 
 
-def loss_weights(masks: Sequence[np.ndarray], loss: LossSettings) -> list[np.ndarray]:
+def compute_loss_weights(masks: Sequence[np.ndarray], loss: LossSettings) -> list[np.ndarray]:
     """Compute token weights from loss masks with `loss.aggregation`.
 
     Raises:

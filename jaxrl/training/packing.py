@@ -286,7 +286,7 @@ def compute_sequence_sizes(
         shared_units = int(has_unit[:num_shared].sum())
         if num_shared:
             ends = np.cumsum(
-                [tower.num_tokens(attachment) for attachment in attached] if tower else []
+                [tower.count_tokens(attachment) for attachment in attached] if tower else []
             )
             shared_attachments = (
                 attached[: int(np.searchsorted(ends, shared_units)) + 1] if shared_units else ()

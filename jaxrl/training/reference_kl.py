@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl.objectives.kl import kl_estimate
-from jaxrl.runtime.sharding import count_batch_shards, replicated_sharding
+from jaxrl.runtime.sharding import count_batch_shards, make_replicated_sharding
 from jaxrl.training.method import Method
 from jaxrl.training.minibatches import with_loss_mask
 from jaxrl.training.packing import (
@@ -41,7 +41,7 @@ def make_kl_fn(
     ) -> tuple[jax.Array, ...]:
         return old, ref, estimate_kl(old, ref, mask)
 
-    replicated = replicated_sharding(mesh)  # every process reads the complete arrays
+    replicated = make_replicated_sharding(mesh)  # every process reads the complete arrays
     estimate_divergence = jax.jit(
         estimate_divergence, out_shardings=(replicated, replicated, replicated)
     )
@@ -75,7 +75,7 @@ def compute_logprobs(
 ) -> list[np.ndarray]:
     """Return the log-probabilities of each trajectory's sampled tokens, float32 `[L]`, in nats."""
     mesh = score.model.mesh
-    replicate = jax.jit(lambda logprobs: logprobs, out_shardings=replicated_sharding(mesh))
+    replicate = jax.jit(lambda logprobs: logprobs, out_shardings=make_replicated_sharding(mesh))
 
     def compute_batch_logprobs(batch: Batch, packed: PackedBatch) -> tuple[jax.Array, ...]:
         return (replicate(score(params, batch, packed)),)

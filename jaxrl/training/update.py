@@ -23,11 +23,11 @@ from jaxrl.objectives.metrics import Metric
 from jaxrl.runtime.compilation import CompiledFunction, cached_jit, join_keys
 from jaxrl.runtime.sharding import (
     CONTEXT_AXIS,
-    batch_sharding,
     count_batch_shards,
-    param_shardings,
-    piece_sharding,
-    replicated_sharding,
+    make_batch_sharding,
+    make_param_shardings,
+    make_piece_sharding,
+    make_replicated_sharding,
 )
 from jaxrl.training.packing import PackedAttachments, PackedBatch, compute_logit_capacities
 from jaxrl.types import Batch, Params, TrainState
@@ -39,16 +39,16 @@ The update sums the losses, weighted by `token_weights`. Each metric specifies i
 """
 
 
-def state_shardings(
+def make_state_shardings(
     mesh: Mesh, trained: ParamSpec, optimizer: optax.GradientTransformation
 ) -> TrainState:
     """Return the shardings of a training state.
 
     Moments are sharded like their parameters; counters are replicated.
     """
-    params = param_shardings(mesh, trained)
-    replicated = replicated_sharding(mesh)
-    abstract = jax.eval_shape(optimizer.init, trained.abstract_params())
+    params = make_param_shardings(mesh, trained)
+    replicated = make_replicated_sharding(mesh)
+    abstract = jax.eval_shape(optimizer.init, trained.make_abstract_params())
     moments = optax.tree_map_params(
         optimizer,
         lambda _, sharding: sharding,
@@ -71,7 +71,7 @@ def init_state(
             params=params, opt_state=optimizer.init(params), num_updates=zero, num_skipped=zero
         )
 
-    shardings = state_shardings(mesh, trained, optimizer)
+    shardings = make_state_shardings(mesh, trained, optimizer)
     leaves, structure = jax.tree.flatten(shardings)
     program = cached_jit(
         create_state,
@@ -99,7 +99,9 @@ def shard_batch(mesh: Mesh, batch: Batch) -> Batch:
     """
 
     def shard_array(array: np.ndarray) -> jax.Array:
-        return jax.make_array_from_callback(array.shape, batch_sharding(mesh), array.__getitem__)
+        return jax.make_array_from_callback(
+            array.shape, make_batch_sharding(mesh), array.__getitem__
+        )
 
     return jax.tree.map(shard_array, batch)
 
@@ -118,7 +120,7 @@ def shard_patches(
             shards = range(*index[0].indices(attachments.num_shards))
             return np.stack([shard_inputs(shard)[output_index] for shard in shards])
 
-        return jax.make_array_from_callback(shape, piece_sharding(mesh), load_shards)
+        return jax.make_array_from_callback(shape, make_piece_sharding(mesh), load_shards)
 
     return {
         "patches": shard_output(0, attachments.tower.num_values_per_patch),
@@ -217,7 +219,7 @@ class ScoreStep:
         def score_micro_batch(
             params: Params, logprobs: jax.Array, micro: Batch, index: jax.Array, logit_capacity: int
         ) -> jax.Array:
-            micro_logprobs, _ = bare_model.token_logprobs(
+            micro_logprobs, _ = bare_model.compute_token_logprobs(
                 params, micro, temperature=temperature, logit_capacity=logit_capacity
             )
             return logprobs.at[index].set(micro_logprobs)
@@ -233,7 +235,9 @@ class ScoreStep:
 
     def __call__(self, params: Params, batch: Batch, packed: PackedBatch) -> jax.Array:
         """Score `packed`; `batch` is its copy on the devices. Tokens without loss get 0."""
-        zeros = jnp.zeros(batch.token_ids.shape, jnp.float32, device=batch_sharding(self._mesh))
+        zeros = jnp.zeros(
+            batch.token_ids.shape, jnp.float32, device=make_batch_sharding(self._mesh)
+        )
         return self.loop(self.model.merge(params), zeros, batch, packed)
 
 
@@ -305,7 +309,7 @@ class LoadBalanceStep:
 
         def compute_statistics(params: Params, micro: Batch, logit_capacity: int) -> Any:
             aux = model.make_aux(micro)
-            model.token_logprobs(
+            model.compute_token_logprobs(
                 params, micro, temperature=1.0, logit_capacity=logit_capacity, aux=aux
             )
             return aux.statistics
@@ -322,7 +326,7 @@ class LoadBalanceStep:
         ) -> Any:
             return jax.tree.map(jnp.add, sums, compute_statistics(params, micro, logit_capacity))
 
-        replicated = replicated_sharding(model.mesh)
+        replicated = make_replicated_sharding(model.mesh)
         self._init_sums = jax.jit(init_sums, out_shardings=replicated)
         self._balance_weights = jax.jit(stats.balance_weights, out_shardings=replicated)
         self.loop = MicroBatchLoop(model, "balance", add_statistics)
@@ -360,7 +364,7 @@ class GradientStep:
                 see `cached_jit`; False for user code, which may be edited between runs.
         """
         shardings, stats = (
-            param_shardings(model.mesh, model.trained),
+            make_param_shardings(model.mesh, model.trained),
             model.architecture.statistics_reader,
         )
         key: Hashable = None
@@ -373,7 +377,7 @@ class GradientStep:
             trained: Params, others: Params, micro: Batch, balance: Any, logit_capacity: int
         ) -> tuple[jax.Array, Any]:
             aux = bare_model.make_aux(micro)
-            logprobs, entropies = bare_model.token_logprobs(
+            logprobs, entropies = bare_model.compute_token_logprobs(
                 merge_params(others, trained),
                 micro,
                 temperature=temperature,
@@ -482,7 +486,7 @@ class UpdateStep:
         """
         self._offload = offload
         self.gradient = GradientStep(model, token_loss, shares_programs=shares_programs, **settings)
-        shardings = state_shardings(model.mesh, model.trained, optimizer)
+        shardings = make_state_shardings(model.mesh, model.trained, optimizer)
         statistics = model.architecture.statistics_reader
 
         def apply_optimizer(

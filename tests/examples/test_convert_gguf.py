@@ -34,7 +34,7 @@ def random_folder(path, config):
     rng = np.random.default_rng(0)
     params = jax.tree.map(
         lambda leaf: jnp.asarray(rng.normal(0.0, 0.3, leaf.shape), jnp.float32),
-        config.abstract_params(),
+        config.make_abstract_params(),
     )
     save_hf(params, config, path)
     return path, params

@@ -125,7 +125,7 @@ def test_the_model_can_be_read_and_sees_all_tokens(world, module, num_tokens):
     parts = build(config)
     open_hf(world / "model")
     [task, *_] = read_tasks(world / "questions_eval.jsonl", "tasks.eval")
-    assert parts.processor.num_tokens(task.images[0]) == num_tokens
+    assert parts.processor.count_tokens(task.images[0]) == num_tokens
     assert "blank_images" in parts.controls
 
 

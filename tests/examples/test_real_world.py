@@ -84,7 +84,7 @@ def model(tmp_path_factory):
         **{"tie_embeddings": True, "qkv_bias": False, "output_bias": False, "qk_norm": False},
         max_positions=512,
     )
-    params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), config.abstract_params())
+    params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), config.make_abstract_params())
     save_hf(params, config, folder / "hf")
     return write_gguf(folder / "model.gguf", folder / "hf").read_bytes()
 

@@ -30,12 +30,12 @@ class Pocket(Architecture):
     def from_dict(cls, fields, *, source="config.json"):
         return cls(**{name: fields[name] for name in cls.__dataclass_fields__})
 
-    def hf_config(self):
+    def to_hf_config(self):
         return {"model_type": "pocket", **asdict(self)}
 
     # Parameters: shapes, names of axes, names in safetensors.
 
-    def abstract_params(self):
+    def make_abstract_params(self):
         inner = self.num_heads * self.head_dim
         shapes = {
             "embed": {"embedding": (self.vocab_size, self.width)},
@@ -48,7 +48,7 @@ class Pocket(Architecture):
         make = lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
         return jax.tree.map(make, shapes, is_leaf=lambda x: isinstance(x, tuple))
 
-    def logical_axes(self):
+    def get_logical_axes(self):
         return {
             "embed": {"embedding": ("vocab", "width")},
             "position": {"embedding": (None, "width")},
@@ -58,18 +58,18 @@ class Pocket(Architecture):
             },
         }
 
-    def hf_names(self):
+    def get_hf_names(self):
         return {
             "embed/embedding": "tokens.weight",
             "position/embedding": "positions.weight",
             **{f"blocks/{name}/kernel": f"layers.{{}}.{name}.weight" for name in "qkvo"},
         }
 
-    def weights_for_training(self, params, dtype):
+    def prepare_training_weights(self, params, dtype):
         return jax.tree.map(lambda x: x.astype(dtype), params)
 
-    def weights_for_decoding(self, params, dtype):
-        return self.weights_for_training(params, dtype)
+    def prepare_decoding_weights(self, params, dtype):
+        return self.prepare_training_weights(params, dtype)
 
     # Two ways through the same layer, which differ in what attends to what.
 
@@ -86,7 +86,7 @@ class Pocket(Architecture):
         attended = attend(split("q"), split("k"), split("v"))
         return x + attended.reshape(*x.shape[:-1], -1) @ layer["o"]["kernel"]
 
-    def hidden_states(self, params, token_ids, positions, attend, layer_scan):
+    def compute_hidden_states(self, params, token_ids, positions, attend, layer_scan):
         x = self._embed(params, token_ids.reshape(-1), positions.reshape(-1))
         x = layer_scan(lambda x, layer: self._layer(layer, x, attend), x, params["blocks"])
         return x.reshape(*token_ids.shape, self.width)
@@ -96,7 +96,7 @@ class Pocket(Architecture):
         logits = jnp.matmul(hidden, table.T, preferred_element_type=jnp.float32)
         return jnp.where(jnp.arange(self.vocab_size) < num_tokens, logits, reference.MASK_VALUE)
 
-    def sampler_hidden_states(self, weights, token_ids, positions, layer_scan):
+    def compute_sampler_hidden_states(self, weights, token_ids, positions, layer_scan):
         x = self._embed(weights, token_ids, positions)
         return layer_scan(
             lambda x, layer, attend: self._layer(layer, x, attend), x, weights["blocks"]

@@ -29,7 +29,7 @@ NAME = "tests.extending.my_architecture.Pocket"
 def random_params():
     rng = np.random.default_rng(0)
     draw = lambda leaf: jnp.asarray(rng.normal(size=leaf.shape) * 0.3, jnp.float32)  # noqa: E731
-    return jax.tree.map(draw, POCKET.abstract_params())
+    return jax.tree.map(draw, POCKET.make_abstract_params())
 
 
 def test_compiled_programs_are_not_shared():

@@ -266,8 +266,8 @@ def reference(model: Any, token_ids: torch.Tensor) -> dict[str, np.ndarray]:
         out = model.float().eval()(token_ids, output_hidden_states=True)
     return {
         "token_ids": token_ids.numpy().astype(np.int32),
-        "embeddings": out.hidden_states[0].numpy(),
-        "first_layer": out.hidden_states[1].numpy(),
+        "embeddings": out.compute_hidden_states[0].numpy(),
+        "first_layer": out.compute_hidden_states[1].numpy(),
         "logits": out.logits.numpy(),
     }
 

@@ -47,7 +47,7 @@ def logits(config, weights, hidden=HIDDEN):
 
 
 @pytest.mark.parametrize(
-    ("tied", "method"), [(False, "weights_for_decoding"), (True, "weights_for_training")]
+    ("tied", "method"), [(False, "prepare_decoding_weights"), (True, "prepare_training_weights")]
 )
 def test_logits_are_products_with_the_float32_table(tied, method):
     distances = {}
@@ -67,12 +67,12 @@ def test_only_the_output_table_of_the_sampler_is_float32(tied, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")  # where tied tables are shared
     config = build_config(tied=tied)
     params = draw_params(config)
-    weights = config.weights_for_decoding(params, jnp.bfloat16)
+    weights = config.prepare_decoding_weights(params, jnp.bfloat16)
     head = weights.pop("lm_head")["kernel"]
     assert head.dtype == FLOAT32
     np.testing.assert_array_equal(head, output_table(config, params))
     assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {BFLOAT16}
-    assert config.logical_axes_for_decoding()["lm_head"] == {"kernel": ("width", "vocab")}
+    assert config.get_decoding_axes()["lm_head"] == {"kernel": ("width", "vocab")}
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -84,7 +84,7 @@ def test_gradients_are_those_of_float32_products(tied):
         params = draw_params(config)
 
         def products(params, hidden, config=config):
-            weights = config.weights_for_training(params, jnp.bfloat16)
+            weights = config.prepare_training_weights(params, jnp.bfloat16)
             return config.unembed(weights, hidden, num_tokens=config.vocab_size)
 
         params_gradient, hidden_gradient = jax.vjp(products, params, HIDDEN)[1](
@@ -109,7 +109,7 @@ def test_head_dtype_changes_nothing_in_a_float32_model():
     hidden = HIDDEN.astype(jnp.float32)
     plain, wide = (build_config(tied=True, head=head) for head in ("", "float32"))
     params = draw_params(plain)
-    for method in ("weights_for_decoding", "weights_for_training"):
+    for method in ("prepare_decoding_weights", "prepare_training_weights"):
         actual, expected = (
             logits(config, getattr(config, method)(params, jnp.float32), hidden)
             for config in (wide, plain)
@@ -134,10 +134,12 @@ def test_the_frozen_table_below_an_adapter_is_multiplied_in_float32(base_dtype, 
     )
     rng = np.random.default_rng(0)
     draw = lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype)  # noqa: E731
-    trained, base = (jax.tree.map(draw, part.abstract_params()) for part in adapter.param_specs())
+    trained, base = (
+        jax.tree.map(draw, part.make_abstract_params()) for part in adapter.make_param_specs()
+    )
     params = merge_params(base, trained)
     expected = np.asarray(HIDDEN, np.float64) @ output_table(config, params)
-    for method in ("weights_for_training", "weights_for_decoding"):
+    for method in ("prepare_training_weights", "prepare_decoding_weights"):
         weights = getattr(adapter, method)(params, jnp.bfloat16)
         np.testing.assert_allclose(
             logits(adapter, weights), expected, atol=1e-5 * abs(expected).max()
@@ -153,7 +155,7 @@ def test_experts_and_vision_models_support_it(name):
     )
     hidden = jnp.asarray(np.random.default_rng(0).normal(size=(5, config.width)), jnp.bfloat16)
     expected = np.asarray(hidden, np.float64) @ output_table(config, params)
-    for method in ("weights_for_decoding", "weights_for_training"):
+    for method in ("prepare_decoding_weights", "prepare_training_weights"):
         actual = logits(config, getattr(config, method)(params, jnp.bfloat16), hidden)
         is_allowed = actual > -1e30  # vision models mask some ids
         assert is_allowed.mean() > 0.9

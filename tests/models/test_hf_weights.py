@@ -173,7 +173,7 @@ def test_only_tokenizer_and_license_files_are_copied(tmp_path, hf_folder):
 
 @pytest.mark.parametrize(("model_type", "tied"), [("qwen3", True), ("qwen2", False)])
 def test_export_without_a_source(tmp_path, model_type, tied):
-    fields = CONFIG.hf_config() | {"tie_word_embeddings": tied, "attention_bias": True}
+    fields = CONFIG.to_hf_config() | {"tie_word_embeddings": tied, "attention_bias": True}
     fields["model_type"] = model_type
     config = QwenConfig.from_dict(fields)
     params = init_params(config, seed=0)
@@ -321,12 +321,12 @@ port, index, source, path = sys.argv[1:]
 jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=int(index))
 from jaxrl.models.hf_weights import load_hf, save_hf
 from jaxrl.models.registry import read_architecture
-from jaxrl.runtime.sharding import make_mesh, param_shardings
+from jaxrl.runtime.sharding import make_mesh, make_param_shardings
 
 config = read_architecture(source)
 mesh = make_mesh(data=1, fsdp=2, tensor=2)
 params, whole = load_hf(source, mesh), load_hf(source)
-shardings = param_shardings(mesh, config)
+shardings = make_param_shardings(mesh, config)
 jax.tree.map(lambda x, layout: np.testing.assert_equal(x.sharding, layout), params, shardings)
 for leaf, wanted in zip(jax.tree.leaves(params), jax.tree.leaves(whole), strict=True):
     for shard in leaf.addressable_shards:

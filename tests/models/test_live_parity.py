@@ -123,7 +123,7 @@ def compute_logits(params, config, token_ids, offset=0):
 def greedy(params, config, prompts, num_tokens):
     """Return the most likely continuation of `prompts` `[B, T]`, one token at a time."""
     B, T = prompts.shape
-    weights = config.weights_for_decoding(params, jnp.float32)
+    weights = config.prepare_decoding_weights(params, jnp.float32)
 
     def choose(hidden):
         return config.unembed(weights, hidden, num_tokens=config.vocab_size).argmax(axis=-1)
@@ -179,7 +179,7 @@ def test_exported_models_agree_with_transformers(tmp_path, seed, make):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_import_train_and_export_of_a_model_from_transformers(tmp_path, dtype):
     config = dataclasses.replace(random_config(5), tie_embeddings=False)
-    fields = {**config.hf_config(), "dtype": dtype}
+    fields = {**config.to_hf_config(), "dtype": dtype}
     fields.pop("torch_dtype")
     hf_config = transformers.Qwen3Config.from_dict(fields)
     torch.manual_seed(0)

@@ -66,7 +66,7 @@ def test_prefill_in_two_chunks_then_decode(name):
     config, params, expected = load_golden(name)
     token_ids = jnp.asarray(expected["token_ids"])
     B, T = token_ids.shape
-    weights = config.weights_for_decoding(params, jnp.float32)
+    weights = config.prepare_decoding_weights(params, jnp.float32)
     tables = jnp.arange(B * 5)[::-1].reshape(B, 5)
     cache = kv_cache.allocate_pages(config, B * 5, 4, jnp.float32)
     read = jax.jit(read_tokens, static_argnums=0)
@@ -105,8 +105,8 @@ def test_frequencies_of_scaled_rope():
         actual = scaling.compute_frequencies(config.head_dim, config.rope_theta)
         np.testing.assert_allclose(actual, case["frequencies"], rtol=3e-7)
         assert scaling.attention_factor == pytest.approx(case["attention_factor"], rel=1e-12)
-        assert QwenConfig.from_dict(config.hf_config()) == config
-        only_old = {k: v for k, v in config.hf_config().items() if k != "rope_parameters"}
+        assert QwenConfig.from_dict(config.to_hf_config()) == config
+        only_old = {k: v for k, v in config.to_hf_config().items() if k != "rope_parameters"}
         assert QwenConfig.from_dict(only_old) == config
 
 
@@ -126,7 +126,7 @@ def test_longest_sequence_of_scaled_rope(rope, expected):
     fields = read_fields("qwen3_untied", max_position_embeddings=4096, rope_parameters=rope)
     config = QwenConfig.from_dict(fields)
     assert config.max_positions == expected
-    assert QwenConfig.from_dict(config.hf_config()).max_positions == expected
+    assert QwenConfig.from_dict(config.to_hf_config()).max_positions == expected
 
 
 def test_null_equals_absent():
@@ -200,8 +200,8 @@ def test_llama_derives_missing_head_sizes():
 def test_biases_of_llama_are_on_all_of_attention():
     fields = read_fields("llama3_biased")
     biased = {f"model.layers.{{}}.self_attn.{name}_proj.bias" for name in "qkvo"}
-    assert biased <= set(LlamaConfig.from_dict(fields).hf_names().values())
-    none = LlamaConfig.from_dict(fields | {"attention_bias": False}).hf_names().values()
+    assert biased <= set(LlamaConfig.from_dict(fields).get_hf_names().values())
+    none = LlamaConfig.from_dict(fields | {"attention_bias": False}).get_hf_names().values()
     assert not [name for name in none if name.endswith("bias")]
     # Mistral has no such field.
     mistral = fields | {"model_type": "mistral", "sliding_window": None}

@@ -1,4 +1,4 @@
-"""`token_logprobs` compared with dense arithmetic, one sequence at a time."""
+"""`compute_token_logprobs` compared with dense arithmetic, one sequence at a time."""
 
 from dataclasses import replace
 from functools import partial
@@ -49,7 +49,7 @@ def dense(token_ids, temperature):
 
 def test_logprobs_and_entropies_are_those_of_a_dense_softmax():
     micro = make_micro_batch()
-    compute = jax.jit(lambda t: tiny_model().token_logprobs(PARAMS, micro, temperature=t))
+    compute = jax.jit(lambda t: tiny_model().compute_token_logprobs(PARAMS, micro, temperature=t))
     token_ids = np.zeros((len(LENGTHS), max(LENGTHS)), np.int32)
     for row, sequence in zip(token_ids, SEQUENCES, strict=True):
         row[: len(sequence.token_ids)] = sequence.token_ids
@@ -91,8 +91,8 @@ def test_only_tokens_with_loss_are_measured():
     micro = replace(whole, loss_mask=whole.loss_mask & (whole.token_ids % 3 == 0))
     share = float(micro.loss_mask.mean())
     assert 0.2 < share < 0.5
-    expected = jax.jit(tiny_model().token_logprobs)(PARAMS, whole, temperature=1.0)
-    compute = partial(tiny_model().token_logprobs, temperature=1.0, logit_capacity=2)
+    expected = jax.jit(tiny_model().compute_token_logprobs)(PARAMS, whole, temperature=1.0)
+    compute = partial(tiny_model().compute_token_logprobs, temperature=1.0, logit_capacity=2)
     for actual, want in zip(jax.jit(compute)(PARAMS, micro), expected, strict=True):
         np.testing.assert_allclose(actual, want * micro.loss_mask, atol=2e-6, rtol=1e-6)
 
@@ -101,7 +101,7 @@ def test_entropies_have_no_gradient_when_disabled():
     micro = make_micro_batch()
 
     def total(params):  # the tests of the update check the gradient that entropies can have
-        _, entropies = tiny_model().token_logprobs(
+        _, entropies = tiny_model().compute_token_logprobs(
             params, micro, temperature=1.0, entropy_gradient=False
         )
         return (entropies * micro.loss_mask).sum()

@@ -16,10 +16,10 @@ from tests.helpers import TINY, full_pass, read_tokens, relative_distance, tiny_
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 PARAMS = tiny_params()
-WEIGHTS = TINY.weights_for_decoding(PARAMS, jnp.float32)
+WEIGHTS = TINY.prepare_decoding_weights(PARAMS, jnp.float32)
 GARBAGE = 1e3  # must not be read: large enough to show, finite as in a real cache
 
-hidden_states = jax.jit(full_pass, static_argnums=0, static_argnames=("remat", "scan"))
+compute_hidden_states = jax.jit(full_pass, static_argnums=0, static_argnames=("remat", "scan"))
 read = jax.jit(partial(read_tokens, TINY))
 
 
@@ -30,7 +30,7 @@ def full(token_ids, positions=None, segment_ids=None, *, remat="none", scan=True
     segment_ids = 1 if segment_ids is None else segment_ids
     padded = np.zeros((3, 3, 20), np.int32)
     padded[0, :R, :T], padded[1, :R, :T], padded[2, :R, :T] = token_ids, positions, segment_ids
-    return np.asarray(hidden_states(TINY, PARAMS, *padded, remat=remat, scan=scan))[:R, :T]
+    return np.asarray(compute_hidden_states(TINY, PARAMS, *padded, remat=remat, scan=scan))[:R, :T]
 
 
 def random_ids(*shape, seed=0):
@@ -146,7 +146,7 @@ def test_ids_beyond_the_tokenizer_get_the_lowest_logit(tied):
     np.testing.assert_array_equal(masked[:, :250], whole[:, :250])
     np.testing.assert_array_equal(masked[:, 250:], np.float32(MASK_VALUE))
     # The sampler's weights give the same.
-    weights = config.weights_for_decoding(params, jnp.float32)
+    weights = config.prepare_decoding_weights(params, jnp.float32)
     assert_close(config.unembed(weights, hidden, num_tokens=250)[:, :250], masked[:, :250])
 
 
@@ -159,9 +159,9 @@ def test_ids_beyond_the_tokenizer_get_the_lowest_logit(tied):
 )
 def test_every_parameter_is_declared_with_its_axes(settings):
     config = dataclasses.replace(TINY, **settings)
-    params, abstract = decoder.init_params(config, 0), config.abstract_params()
+    params, abstract = decoder.init_params(config, 0), config.make_abstract_params()
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(lambda x: x.shape, abstract)
-    axes = config.logical_axes()
+    axes = config.get_logical_axes()
     ranks = jax.tree.map(len, axes, is_leaf=lambda x: isinstance(x, tuple))
     assert ranks == jax.tree.map(jnp.ndim, params)
 

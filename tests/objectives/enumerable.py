@@ -36,12 +36,12 @@ class World:
     def lengths(self) -> np.ndarray:
         return self.mask.sum(axis=1)
 
-    def token_logprobs(self, logits):
+    def compute_token_logprobs(self, logits):
         table = jax.nn.log_softmax(logits)
         return jnp.where(self.mask, table[self.contexts, self.tokens], 0.0)
 
     def probs(self, logits):
-        return jnp.exp(self.token_logprobs(logits).sum(axis=1))
+        return jnp.exp(self.compute_token_logprobs(logits).sum(axis=1))
 
     def token_scores(self, logits) -> np.ndarray:
         """Return the gradient of each token's log-probability, [M, T, C, V]."""

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl.objectives.aggregation import AGGREGATIONS, token_mean, token_weights
-from tests.helpers import Sequence, loss_weights, weights_in_rows
+from tests.helpers import Sequence, compute_loss_weights, weights_in_rows
 
 VALUES = np.array([[1, 2, 3, 4], [6, 8, 7, 8], [9, 9, 9, 9]], np.float32)
 MASK = np.array([[1, 1, 1, 0], [1, 1, 0, 0], [0, 0, 0, 0]], bool)
@@ -28,9 +28,9 @@ def test_three_rows_by_hand(mode, expected):
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)
 def test_a_batch_without_loss_tokens_has_zero_weights(mode):
-    assert loss_weights([], mode, 4) == []
+    assert compute_loss_weights([], mode, 4) == []
     nothing = Sequence(token_ids=None, loss_mask=np.zeros(3, bool), rollout_logprobs=None)
-    for weights in loss_weights([nothing, nothing], mode, 4):
+    for weights in compute_loss_weights([nothing, nothing], mode, 4):
         assert weights.dtype == np.float32
         np.testing.assert_array_equal(weights, np.zeros(3))
 
@@ -45,8 +45,8 @@ def test_order_changes_no_bit(counts, mode, random):
     sequences = [Sequence(None, np.arange(10) < count, None) for count in counts]
     order = [*range(len(counts))]
     random.shuffle(order)
-    plain = loss_weights(sequences, mode, 7)
-    shuffled = loss_weights([sequences[i] for i in order], mode, 7)
+    plain = compute_loss_weights(sequences, mode, 7)
+    shuffled = compute_loss_weights([sequences[i] for i in order], mode, 7)
     for weights, index in zip(shuffled, order, strict=True):
         np.testing.assert_array_equal(weights, plain[index])
 

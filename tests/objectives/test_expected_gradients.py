@@ -335,7 +335,7 @@ def expected_on_policy(policy_loss, mode):
     """Return the expected gradient of a group's loss in training, with leave-one-out advantages."""
 
     def loss(x, rows, values):
-        logprobs, mask = TWO.token_logprobs(x)[rows], jnp.asarray(TWO.mask)[rows]
+        logprobs, mask = TWO.compute_token_logprobs(x)[rows], jnp.asarray(TWO.mask)[rows]
         segment_ids = jnp.where(mask, jnp.arange(1, SIZE + 1)[:, None], 0)
         given = {"max_response_tokens": 2} if mode == "seq-mean-token-sum-norm" else {}
         weights = mask * jnp.reshape(AGGREGATIONS[mode](mask.sum(axis=1), **given), (-1, 1))
@@ -381,11 +381,11 @@ def test_means_over_all_tokens_have_a_length_bias_that_fades_with_the_batch():
 def expected_kl_gradient(estimator, n):
     """Return the expected gradient of the KL term, summed over tokens, on samples of the policy."""
     world = WORLDS[n]
-    anchor, mask = world.token_logprobs(ANCHOR[n]), jnp.asarray(world.mask)
+    anchor, mask = world.compute_token_logprobs(ANCHOR[n]), jnp.asarray(world.mask)
 
     def loss(x, rows):
         return kl_estimate(
-            world.token_logprobs(x)[rows],
+            world.compute_token_logprobs(x)[rows],
             anchor[rows],
             mask[rows],
             estimator=KL_ESTIMATORS[estimator],
@@ -396,7 +396,9 @@ def expected_kl_gradient(estimator, n):
 
 def kl(world, x, anchor):
     """Compute the divergence over whole sequences."""
-    gap = world.token_logprobs(x).sum(axis=1) - world.token_logprobs(anchor).sum(axis=1)
+    gap = world.compute_token_logprobs(x).sum(axis=1) - world.compute_token_logprobs(anchor).sum(
+        axis=1
+    )
     return world.probs(x) @ gap
 
 
@@ -420,7 +422,10 @@ def difference(p, q):
 @pytest.mark.parametrize("n", [1, 2])
 def test_k1_and_k3_are_worth_the_kl_divergence_and_the_others_are_not(n):
     world = WORLDS[n]
-    logprobs, anchor = world.token_logprobs(LOGITS[n]), world.token_logprobs(ANCHOR[n])
+    logprobs, anchor = (
+        world.compute_token_logprobs(LOGITS[n]),
+        world.compute_token_logprobs(ANCHOR[n]),
+    )
     values = {
         name: float(
             world.probs(LOGITS[n])
@@ -468,7 +473,7 @@ def test_k2_as_a_loss_is_the_gradient_of_the_kl_divergence_for_one_token_only():
 
 def test_kl_in_the_reward_is_the_whole_gradient():
     beta = 0.3
-    logprobs, anchor = TWO.token_logprobs(LOGITS[2]), TWO.token_logprobs(ANCHOR[2])
+    logprobs, anchor = TWO.compute_token_logprobs(LOGITS[2]), TWO.compute_token_logprobs(ANCHOR[2])
     rewards = REWARDS - beta * np.asarray((logprobs - anchor).sum(axis=1))
     exact = gradient(lambda x: TWO.probs(x) @ REWARDS - beta * kl(TWO, x, ANCHOR[2]), LOGITS[2])
     assert_equal(expected(rloo, rewards), exact)

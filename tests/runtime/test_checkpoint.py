@@ -17,8 +17,8 @@ from jaxrl.runtime.checkpoint import (
     make_optimizer_items,
     select_steps_to_keep,
 )
-from jaxrl.runtime.sharding import make_mesh, make_restore_target, param_shardings
-from jaxrl.training.update import init_state, state_shardings
+from jaxrl.runtime.sharding import make_mesh, make_param_shardings, make_restore_target
+from jaxrl.training.update import init_state, make_state_shardings
 from jaxrl.types import TrainState
 from tests.helpers import TINY
 
@@ -84,11 +84,11 @@ def test_a_round_trip_is_exact(open_checkpoints):
         return jax.device_put(values, leaf.sharding)
 
     shapes = jax.eval_shape(
-        lambda params: init_state(params, mesh, TINY, optimizer), TINY.abstract_params()
+        lambda params: init_state(params, mesh, TINY, optimizer), TINY.make_abstract_params()
     )
-    target = make_restore_target(shapes, state_shardings(mesh, TINY, optimizer))
-    shardings = param_shardings(mesh, TINY)
-    params_target = make_restore_target(TINY.abstract_params(), shardings)
+    target = make_restore_target(shapes, make_state_shardings(mesh, TINY, optimizer))
+    shardings = make_param_shardings(mesh, TINY)
+    params_target = make_restore_target(TINY.make_abstract_params(), shardings)
     state, reference = jax.tree.map(fill, target), jax.tree.map(fill, params_target)
     position = {"step": 4, "stage": "train", "best": {"value": 0.25, "mark": None}}
     saving = open_checkpoints()

@@ -130,7 +130,7 @@ def test_a_tensor_axis_that_splits_a_head_is_refused():
 
 def test_weights_are_split_along_axes_that_divide_them():
     specs = {
-        name: jax.tree.map(lambda s: s.spec, sharding.param_shardings(mesh, TINY, **settings))
+        name: jax.tree.map(lambda s: s.spec, sharding.make_param_shardings(mesh, TINY, **settings))
         for name, mesh, settings in [
             ("train", abstract_mesh(1, 2, 2), {}),
             ("decode", abstract_mesh(1, 2, 2), {"for_decode": True}),
@@ -150,7 +150,7 @@ def test_weights_are_split_along_axes_that_divide_them():
     assert specs["train"]["norm"]["scale"] == P(None)
     for spec in specs.values():
         assert jax.tree.structure(spec, is_leaf=lambda x: isinstance(x, P)) == jax.tree.structure(
-            TINY.abstract_params()
+            TINY.make_abstract_params()
         )
 
 
@@ -194,7 +194,7 @@ def test_experts_are_split_over_expert_and_other_weights_over_fsdp_and_expert():
         (False, ("fsdp", "expert"), P(None, "expert", "fsdp", "tensor")),
         (True, None, P(None, "expert", None, "tensor")),
     ):
-        layouts = sharding.param_shardings(mesh, TINY_MOE, for_decode=for_decode)
+        layouts = sharding.make_param_shardings(mesh, TINY_MOE, for_decode=for_decode)
         assert layouts["blocks"]["moe"]["gate"]["kernel"].spec == expert
         assert layouts["blocks"]["mlp"]["gate"]["kernel"].spec == P(None, wide, "tensor")
         assert layouts["blocks"]["moe"]["router"]["kernel"].spec == P(None, wide, None)

@@ -65,7 +65,7 @@ def play(num_rows, *args, params=OLD, group_size=3, **kwargs):
 @jax.jit
 def score(params, micro, temperature):
     model = Model(SMALL, one_device_mesh(), XLA, num_tokens=TOKENIZER.num_tokens, remat="none")
-    return model.token_logprobs(params, micro, temperature=temperature)
+    return model.compute_token_logprobs(params, micro, temperature=temperature)
 
 
 def assert_scores_agree(trajectories, params, *, temperature):

@@ -21,7 +21,7 @@ ADAPTED = Adapter(model=TIED, rank=4, alpha=8.0, targets=find_targets(TIED, ["al
 
 def build_converter(policy, dtype):
     def prepare(params):
-        return prepare_sampler_weights(policy.weights_for_decoding(params, dtype), scan=False)
+        return prepare_sampler_weights(policy.prepare_decoding_weights(params, dtype), scan=False)
 
     mesh = make_mesh(data=1, fsdp=1, tensor=1)
     return WeightConverter(prepare, policy, mesh=mesh, train_mesh=mesh, scan_layers=False)

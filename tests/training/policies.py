@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.policy import Model
-from jaxrl.runtime.sharding import make_mesh, param_shardings
+from jaxrl.runtime.sharding import make_mesh, make_param_shardings
 from jaxrl.training.packing import BatchShape
 from jaxrl.training.update import ScoreStep
 from tests.episodes import make_failure, make_trajectory
@@ -35,7 +35,9 @@ def trajectories():
 @cache
 def policies():
     """Return the parameters of the policy and of its reference."""
-    return [jax.device_put(tiny_params(seed=seed), param_shardings(MESH, TINY)) for seed in (0, 2)]
+    return [
+        jax.device_put(tiny_params(seed=seed), make_param_shardings(MESH, TINY)) for seed in (0, 2)
+    ]
 
 
 @cache

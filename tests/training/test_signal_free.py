@@ -16,7 +16,7 @@ from jaxrl.extras.experts.routing import ROUTED_EXPERTS, select_index_dtype
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.policy import Model
 from jaxrl.objectives.losses import PolicyLoss
-from jaxrl.runtime.sharding import param_shardings
+from jaxrl.runtime.sharding import make_param_shardings
 from jaxrl.training.controllers import Controllers, DifficultyBuckets, KLBudget
 from jaxrl.training.minibatches import (
     divide_into_minibatches,
@@ -76,7 +76,7 @@ CONTROLLERS = Controllers(
 
 @cache
 def put_params(model, seed):
-    return jax.device_put(tiny_params(model, seed=seed), param_shardings(MESH, model))
+    return jax.device_put(tiny_params(model, seed=seed), make_param_shardings(MESH, model))
 
 
 def groups_of(advantages, method):

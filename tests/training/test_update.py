@@ -16,7 +16,7 @@ from jaxrl.models.layers import HOST_MEMORY
 from jaxrl.models.output import split_evenly
 from jaxrl.models.policy import Model
 from jaxrl.objectives.aggregation import AGGREGATIONS
-from jaxrl.runtime.sharding import make_mesh, param_shardings
+from jaxrl.runtime.sharding import make_mesh, make_param_shardings
 from jaxrl.training.packing import BatchShape, compute_logit_capacities
 from jaxrl.training.reference_kl import unpack_sequences
 from jaxrl.training.update import (
@@ -68,7 +68,7 @@ def params():
 
 
 def put_params(params):
-    return jax.device_put(params, param_shardings(MESH, TINY))
+    return jax.device_put(params, make_param_shardings(MESH, TINY))
 
 
 def fresh_state(params):

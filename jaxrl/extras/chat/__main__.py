@@ -130,7 +130,7 @@ def answer_questions(
                 raise ValueError(
                     f"--{option}={picture.path}: the model reads text alone; leave it out."
                 )
-            components.processor.num_tokens(picture)
+            components.processor.count_tokens(picture)
         conversation = Conversation(components, config, arguments.temperature)
         for question in lines:
             if not question:

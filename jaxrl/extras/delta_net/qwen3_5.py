@@ -37,7 +37,7 @@ from jaxrl.models.decoder import (
     Attention,
     apply_rope,
     linear,
-    linear_axes,
+    make_linear_axes,
     read_positive_int,
     reject_unsupported_features,
     rms_norm,
@@ -203,9 +203,9 @@ class Qwen35Config(QwenConfig):
             has_tower=model_type == "qwen3_5",
         )
 
-    def hf_config(self) -> dict[str, Any]:
+    def to_hf_config(self) -> dict[str, Any]:
         """Return the `config.json` fields of a text model; the inverse of `from_dict`."""
-        fields = super().hf_config()
+        fields = super().to_hf_config()
         kinds = ("linear_attention", "full_attention")
         rope = {**fields["rope_parameters"], "partial_rotary_factor": self.rotary_fraction}
         return {
@@ -260,33 +260,33 @@ class Qwen35Config(QwenConfig):
             "delta": DeltaNet(self, rngs=rngs),
         }
 
-    def mixer_axes(self) -> dict[str, Any]:
+    def get_mixer_axes(self) -> dict[str, Any]:
         """Return the axis names; `tensor` splits attention and delta nets by heads."""
         heads = ("layer", "heads")
         delta = {
-            "qkv": linear_axes("width", "heads"),
+            "qkv": make_linear_axes("width", "heads"),
             "conv": {"kernel": ("layer", None, None, "heads")},
             "decay": {"kernel": ("layer", "width", "heads"), "bias": heads, "log_rate": heads},
-            "beta": linear_axes("width", "heads"),
-            "gate": linear_axes("width", "heads"),
+            "beta": make_linear_axes("width", "heads"),
+            "gate": make_linear_axes("width", "heads"),
             "norm": SCALE_AXES,
-            "o": linear_axes("heads", "width"),
+            "o": make_linear_axes("heads", "width"),
         }
-        return {**super().mixer_axes(), "delta": delta}
+        return {**super().get_mixer_axes(), "delta": delta}
 
-    def mixer_hf_names(self) -> dict[str, str]:
+    def get_mixer_hf_names(self) -> dict[str, str]:
         """Return the HF names of the delta net's parameters."""
         return HF_NAMES
 
-    def hf_prefix_map(self) -> dict[str, str]:
-        """Map the text prefix of checkpoints with a vision tower to the prefix in `hf_names`."""
+    def get_hf_prefix_map(self) -> dict[str, str]:
+        """Map the text prefix of checkpoints with a vision tower to that of `get_hf_names`."""
         return {"model.language_model.": "model."}
 
-    def hf_module_prefixes(self) -> dict[str, str]:
+    def get_hf_module_prefixes(self) -> dict[str, str]:
         """Return {} for a text model, whose modules have the same prefix in transformers."""
-        return super().hf_module_prefixes() if self.has_tower else {}
+        return super().get_hf_module_prefixes() if self.has_tower else {}
 
-    def hf_passthrough_prefixes(self) -> tuple[str, ...]:
+    def get_hf_passthrough_prefixes(self) -> tuple[str, ...]:
         """Return the prefixes of the unused vision tower and multi-token prediction layer."""
         return ("model.visual.", "mtp.")
 
@@ -381,13 +381,13 @@ class Qwen35Config(QwenConfig):
 
         return advance
 
-    def weights_for_training(self, params: Params, dtype: DTypeLike) -> Params:
+    def prepare_training_weights(self, params: Params, dtype: DTypeLike) -> Params:
         """Cast all weights except the decay rates, which are exponents."""
-        return _with_decay_rates(super().weights_for_training(params, dtype), params)
+        return _with_decay_rates(super().prepare_training_weights(params, dtype), params)
 
-    def weights_for_decoding(self, params: Params, dtype: DTypeLike) -> Params:
+    def prepare_decoding_weights(self, params: Params, dtype: DTypeLike) -> Params:
         """Cast all weights except decay rates and biases, as in training."""
-        return _with_decay_rates(super().weights_for_decoding(params, dtype), params)
+        return _with_decay_rates(super().prepare_decoding_weights(params, dtype), params)
 
     def estimate_layer_memory(self, tensor: int) -> MemoryTerms:
         """Estimate the memory of an attention layer or a delta net layer, whichever is larger."""

@@ -87,7 +87,7 @@ class BertConfig:
             activation=fields["hidden_act"],
         )
 
-    def _tensor_specs(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+    def _make_tensor_specs(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Return the HF tensor name (`{}` is the layer index) and the shape of each parameter.
 
         HF tensors store a `kernel` transposed, as [out, in].
@@ -118,19 +118,19 @@ class BertConfig:
             tensors[f"blocks/{param_name}/bias"] = f"{hf_name}.bias", (self.num_layers, shape[-1])
         return tensors
 
-    def hf_names(self) -> dict[str, str]:
+    def get_hf_names(self) -> dict[str, str]:
         """Return the HF tensor name of each parameter."""
-        return {name: hf_name for name, (hf_name, _) in self._tensor_specs().items()}
+        return {name: hf_name for name, (hf_name, _) in self._make_tensor_specs().items()}
 
-    def abstract_params(self) -> Params:
+    def make_abstract_params(self) -> Params:
         """Return the parameters as `jax.ShapeDtypeStruct`s."""
         shapes = {
             name: jax.ShapeDtypeStruct(shape, jnp.float32)
-            for name, (_, shape) in self._tensor_specs().items()
+            for name, (_, shape) in self._make_tensor_specs().items()
         }
         return unflatten_dict(shapes, sep="/")
 
-    def hidden_states(
+    def compute_hidden_states(
         self, params: Params, token_ids: Int[Array, "B T"], padding_mask: Bool[Array, "B T"]
     ) -> Float[Array, "B T D"]:
         """Compute the last layer's hidden states, which are undefined for padding.

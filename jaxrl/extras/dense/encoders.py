@@ -86,11 +86,13 @@ class EmbeddingModel:
         T = token_ids.shape[1]
         padding_mask = jnp.arange(T) < lengths[:, None]
         if isinstance(self.model, BertConfig):
-            hidden = self.model.hidden_states(params, token_ids, padding_mask)
+            hidden = self.model.compute_hidden_states(params, token_ids, padding_mask)
         else:
             positions = jnp.broadcast_to(jnp.arange(T), token_ids.shape)
             attend = XLA.make_attend(padding_mask.astype(jnp.int32), positions)
-            hidden = self.model.hidden_states(params, token_ids, positions, attend, LayerScan())
+            hidden = self.model.compute_hidden_states(
+                params, token_ids, positions, attend, LayerScan()
+            )
         hidden = hidden.astype(jnp.float32)
         if self.pooling == "mean":
             total = jnp.where(padding_mask[:, :, None], hidden, 0.0).sum(axis=1)
@@ -292,7 +294,7 @@ def load_encoder_params(
 
 def get_required_param_shapes(model: BertConfig | Architecture) -> Mapping[str, tuple[int, ...]]:
     """Return the shapes, by path, of the parameters needed to compute hidden states."""
-    leaves = flatten_dict(model.abstract_params(), sep="/")
+    leaves = flatten_dict(model.make_abstract_params(), sep="/")
     return {name: leaf.shape for name, leaf in leaves.items() if not name.startswith("lm_head/")}
 
 

@@ -137,10 +137,10 @@ class QwenMoeConfig(QwenConfig):
         dense = QwenConfig.from_dict({**filled, "model_type": "qwen3"}, source=source)
         return cls(**vars(dense), **read_expert_fields(fields, filled, source))
 
-    def hf_config(self) -> dict[str, Any]:
+    def to_hf_config(self) -> dict[str, Any]:
         """Return the `config.json` fields; the inverse of `from_dict`."""
         return {
-            **super().hf_config(),
+            **super().to_hf_config(),
             "architectures": ["Qwen3MoeForCausalLM"],
             "model_type": "qwen3_moe",
             "moe_intermediate_size": self.expert_width,
@@ -174,7 +174,7 @@ class QwenMoeConfig(QwenConfig):
             modules["shared_expert"] = SharedExpert(self, rngs=rngs)
         return modules
 
-    def feed_forward_axes(self) -> dict[str, Any]:
+    def get_feed_forward_axes(self) -> dict[str, Any]:
         """Return the axis names.
 
         Experts are sharded over `expert`; the weights of each expert are sharded like an MLP's.
@@ -186,22 +186,24 @@ class QwenMoeConfig(QwenConfig):
             "up": gate_up,
             "down": {"kernel": ("layer", "expert", "mlp", "width of an expert")},
         }
-        dense = super().feed_forward_axes()
+        dense = super().get_feed_forward_axes()
         axes = {**(dense if self._dense_layers else {}), "moe": moe}
         if self.shared_width:
             gate = {"kernel": ("layer", "width", None)}
             axes["shared_expert"] = {**dense["mlp"], "output_gate": gate}
         return axes
 
-    def weights_for_training(self, params: Params, dtype: DTypeLike) -> Params:
+    def prepare_training_weights(self, params: Params, dtype: DTypeLike) -> Params:
         """Cast all weights except those of routers, which are cast in the router's matmul."""
-        weights = super().weights_for_training(params, dtype)
+        weights = super().prepare_training_weights(params, dtype)
         moe = {**weights["blocks"]["moe"], "router": params["blocks"]["moe"]["router"]}
         return {**weights, "blocks": {**weights["blocks"], "moe": moe}}
 
-    def linear_layers(self) -> tuple[str, ...]:
+    def list_linear_layers(self) -> tuple[str, ...]:
         """Return the paths of the dense model's linear layers, without routers and experts."""
-        return tuple(name for name in super().linear_layers() if not name.startswith("blocks/moe/"))
+        return tuple(
+            name for name in super().list_linear_layers() if not name.startswith("blocks/moe/")
+        )
 
     @property
     def recorded_specs(self) -> Mapping[str, TokenArraySpec]:
@@ -252,12 +254,12 @@ class QwenMoeConfig(QwenConfig):
         """Store the selected experts and their usage in `aux`."""
         routing.store_results(aux, extra_state[1])
 
-    def feed_forward_with_aux(
+    def apply_feed_forward_with_aux(
         self, layer: Params, x: Float[Array, "M D"], extra_state: RoutingState, aux: AuxArrays
     ) -> tuple[Float[Array, "M D"], RoutingState]:
         """Apply the experts and the shared expert, or the MLP in a dense layer."""
         if "moe" not in layer:
-            return self.feed_forward(layer, x), extra_state
+            return self.apply_feed_forward(layer, x), extra_state
         layer_index, results = extra_state
         kernels = {name: part["kernel"] for name, part in layer["moe"].items()}
         router = kernels.pop("router")
@@ -271,20 +273,20 @@ class QwenMoeConfig(QwenConfig):
         added = self.experts(x, kernels, layer_routing.topk_ids, layer_routing.topk_weights)
         if shared := layer.get("shared_expert"):
             share = jax.nn.sigmoid(checkpoint_name(linear(shared["output_gate"], x), "gate"))
-            added = added + share * self.feed_forward({"mlp": shared}, x)
+            added = added + share * self.apply_feed_forward({"mlp": shared}, x)
         return added, (
             layer_index + 1,
             routing.record_layer_routing(aux, results, layer_index, layer_routing),
         )
 
-    def feed_forward_hf_names(self) -> dict[str, str]:
+    def get_feed_forward_hf_names(self) -> dict[str, str]:
         """Return the HF names of the MLP, the router and all experts."""
-        return {**super().feed_forward_hf_names(), **HF_NAMES}
+        return {**super().get_feed_forward_hf_names(), **HF_NAMES}
 
-    def hf_fused_tensors(self) -> dict[str, FusedTensor]:
+    def get_hf_fused_tensors(self) -> dict[str, FusedTensor]:
         """Return the tensors into which transformers 5 fuses the experts of each layer."""
         E, D, F = self.num_experts, self.width, self.expert_width
-        names = self.hf_names()
+        names = self.get_hf_names()
         gate, up, down = (names[f"blocks/moe/{name}/kernel"] for name in ("gate", "up", "down"))
         experts = down.removesuffix("{}.down_proj.weight")
         fused = {}

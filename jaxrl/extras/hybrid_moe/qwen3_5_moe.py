@@ -45,10 +45,10 @@ class Qwen35MoeConfig(QwenMoeConfig, Qwen35Config):
         experts = read_expert_fields(text, filled, source)
         return cls(**vars(hybrid), **experts, shared_width=shared_width)
 
-    def hf_config(self) -> dict[str, Any]:
+    def to_hf_config(self) -> dict[str, Any]:
         """Return the `config.json` fields of a text model; the inverse of `from_dict`."""
         fields = {
-            **super().hf_config(),
+            **super().to_hf_config(),
             "architectures": ["Qwen3_5MoeForCausalLM"],
             "model_type": "qwen3_5_moe_text",
         }

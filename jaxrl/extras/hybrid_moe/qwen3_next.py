@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 
 from jaxrl.extras.delta_net.qwen3_5 import DeltaNet, Qwen35Config
 from jaxrl.extras.experts.qwen_moe import QwenMoeConfig, read_expert_fields
-from jaxrl.models.decoder import check_model_type, linear, linear_axes, read_positive_int
+from jaxrl.models.decoder import check_model_type, linear, make_linear_axes, read_positive_int
 from jaxrl.models.defaults import fill_hf_defaults
 from jaxrl.types import Params
 
@@ -68,26 +68,26 @@ class Qwen3NextConfig(QwenMoeConfig, Qwen35Config):
         experts = read_expert_fields(fields, filled, source)
         return cls(**vars(hybrid), **experts, shared_width=shared_width)
 
-    def hf_config(self) -> dict[str, Any]:
+    def to_hf_config(self) -> dict[str, Any]:
         """Return the `config.json` fields; the inverse of `from_dict`."""
         names = {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}
-        return {**super().hf_config(), **names}
+        return {**super().to_hf_config(), **names}
 
     def declare_mixers(self, rngs: nnx.Rngs) -> dict[str, nnx.Module]:
         """Declare gated attention and a delta net with fused projections."""
         return {**super().declare_mixers(rngs), "delta": FusedDeltaNet(self, rngs=rngs)}
 
-    def mixer_axes(self) -> dict[str, Any]:
+    def get_mixer_axes(self) -> dict[str, Any]:
         """Return the axis names; `tensor` splits the outputs by key heads."""
-        axes = super().mixer_axes()
+        axes = super().get_mixer_axes()
         delta = {name: axes["delta"][name] for name in ("conv", "norm", "o")}
         decay = {name: axes["delta"]["decay"][name] for name in ("bias", "log_rate")}
-        fused = dict.fromkeys(("qkvz", "ba"), linear_axes("width", "heads"))
+        fused = dict.fromkeys(("qkvz", "ba"), make_linear_axes("width", "heads"))
         return {**axes, "delta": {**delta, **fused, "decay": decay}}
 
-    def mixer_hf_names(self) -> dict[str, str]:
+    def get_mixer_hf_names(self) -> dict[str, str]:
         """Return the HF names of the delta net's parameters."""
-        return {**HF_NAMES, **super().mixer_hf_names()}
+        return {**HF_NAMES, **super().get_mixer_hf_names()}
 
     def project_delta_net(
         self, weights: Params, x: Float[Array, "M D"]

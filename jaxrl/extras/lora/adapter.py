@@ -38,7 +38,7 @@ from jaxrl.models.architecture import Architecture
 from jaxrl.models.hf_weights import ProgressCallback
 from jaxrl.models.params import ParamSpec, merge_params, select_params, split_param_specs
 from jaxrl.models.wrapper import WrappedArchitecture
-from jaxrl.runtime.sharding import param_shardings
+from jaxrl.runtime.sharding import make_param_shardings
 from jaxrl.types import Params
 
 ALL_LINEAR = "all-linear"
@@ -93,7 +93,7 @@ class Adapter(WrappedArchitecture):
         """Scale s of the adapter's output."""
         return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)
 
-    def param_specs(self, frozen: Sequence[str] = ()) -> tuple[ParamSpec, ParamSpec]:
+    def make_param_specs(self, frozen: Sequence[str] = ()) -> tuple[ParamSpec, ParamSpec]:
         """Return the specs of the trained adapter and of the frozen base."""
         return split_param_specs(self, lambda path: path[-1] in TRAINED)
 
@@ -129,7 +129,7 @@ class Adapter(WrappedArchitecture):
 
         if self.path:
             return files.load_adapter(self.path, self, mesh)
-        shardings = param_shardings(mesh, self.param_specs()[0])
+        shardings = make_param_shardings(mesh, self.make_param_specs()[0])
         return jax.jit(self.init, out_shardings=shardings)(jax.random.key(seed))
 
     def export(self, params: Params, parent: Path, source: str | Path) -> None:
@@ -141,14 +141,14 @@ class Adapter(WrappedArchitecture):
 
     def is_quantized(self, path: tuple[str, ...]) -> bool:
         """Return True if the parameter at `path` is stored as int8."""
-        is_kernel = path[-1] == "kernel" and "/".join(path[:-1]) in self.model.linear_layers()
+        is_kernel = path[-1] == "kernel" and "/".join(path[:-1]) in self.model.list_linear_layers()
         return is_kernel and self.base_dtype == "int8"
 
-    def abstract_params(self) -> Params:
+    def make_abstract_params(self) -> Params:
         """Return the parameters of the base and the adapter as `jax.ShapeDtypeStruct`s."""
         float_dtype = self.other_dtype if self.base_dtype == "int8" else self.base_dtype
         shapes = {}
-        for path, leaf in flatten_dict(self.model.abstract_params()).items():
+        for path, leaf in flatten_dict(self.model.make_abstract_params()).items():
             is_quantized, layer_path = self.is_quantized(path), path[:-1]
             dtype = "int8" if is_quantized else float_dtype
             shapes[path] = jax.ShapeDtypeStruct(leaf.shape, dtype)
@@ -164,13 +164,13 @@ class Adapter(WrappedArchitecture):
                 )
         return unflatten_dict(shapes)
 
-    def logical_axes(self) -> dict[str, Any]:
+    def get_logical_axes(self) -> dict[str, Any]:
         """Return the axis names. A and B are sharded like the kernel; the rank is not sharded."""
-        return self._add_adapter_axes(self.model.logical_axes())
+        return self._add_adapter_axes(self.model.get_logical_axes())
 
-    def logical_axes_for_decoding(self) -> dict[str, Any]:
-        """Return the axis names of `weights_for_decoding`."""
-        axes = self._add_adapter_axes(self.model.logical_axes_for_decoding())
+    def get_decoding_axes(self) -> dict[str, Any]:
+        """Return the axis names of `prepare_decoding_weights`."""
+        axes = self._add_adapter_axes(self.model.get_decoding_axes())
 
         def is_included(path: tuple[str, ...]) -> bool:
             is_kernel = path[-1] not in (*TRAINED, "kernel_scale")
@@ -180,7 +180,7 @@ class Adapter(WrappedArchitecture):
 
     def _add_adapter_axes(self, axes: dict[str, Any]) -> dict[str, Any]:
         flat = flatten_dict(axes)
-        for path in flatten_dict(self.abstract_params()):
+        for path in flatten_dict(self.make_abstract_params()):
             if path[-1] in (*TRAINED, "kernel_scale"):
                 layer, inputs, outputs = flat[*path[:-1], "kernel"]
                 flat[path] = {
@@ -194,7 +194,7 @@ class Adapter(WrappedArchitecture):
         """Initialize A uniformly in ±1 / sqrt(in), as in PEFT, and B to zero."""
         params = {}
         for number, (path, leaf) in enumerate(
-            flatten_dict(self.param_specs()[0].abstract_params()).items()
+            flatten_dict(self.make_param_specs()[0].make_abstract_params()).items()
         ):
             params[path] = jnp.zeros(leaf.shape, leaf.dtype)
             if path[-1] == "kernel_a":
@@ -203,18 +203,18 @@ class Adapter(WrappedArchitecture):
                 params[path] = jax.random.uniform(subkey, leaf.shape, leaf.dtype, -bound, bound)
         return unflatten_dict(params)
 
-    def weights_for_training(self, policy: Params, dtype: DTypeLike) -> Params:
+    def prepare_training_weights(self, policy: Params, dtype: DTypeLike) -> Params:
         """Cast the weights for training and multiply B by s. Int8 kernels keep their dtypes."""
         return self._cast_weights(
-            self.model.weights_for_training, self._scale_adapter(policy), dtype
+            self.model.prepare_training_weights, self._scale_adapter(policy), dtype
         )
 
-    def weights_for_decoding(self, policy: Params, dtype: DTypeLike) -> Params:
+    def prepare_decoding_weights(self, policy: Params, dtype: DTypeLike) -> Params:
         """Cast the sampler's weights, merged if `is_merged`. Int8 kernels keep their dtypes."""
         weights = (
             self._merge_adapter(policy, dtype) if self.is_merged else self._scale_adapter(policy)
         )
-        return self._cast_weights(self.model.weights_for_decoding, weights, dtype)
+        return self._cast_weights(self.model.prepare_decoding_weights, weights, dtype)
 
     def _cast_weights(
         self, cast: Callable[[Params, DTypeLike], Params], weights: Params, dtype: DTypeLike
@@ -263,14 +263,14 @@ def find_targets(model: Architecture, names: Sequence[str]) -> tuple[str, ...]:
     """Resolve target names to layer paths, in the model's order.
 
     Args:
-        model: Model with `linear_layers`.
+        model: Model with `list_linear_layers`.
         names: Target names: `all-linear`, or full names or suffixes of layer paths (`attention/q`,
             `q`) and of HF modules (`q_proj`).
 
     Raises:
         ValueError: A name matches no layer.
     """
-    layers = {layer: get_hf_module_name(model, layer) for layer in model.linear_layers()}
+    layers = {layer: get_hf_module_name(model, layer) for layer in model.list_linear_layers()}
     if not layers:
         raise ValueError(
             "config.model.lora.rank requires an adapter, but the architecture "
@@ -299,7 +299,7 @@ def find_targets(model: Architecture, names: Sequence[str]) -> tuple[str, ...]:
 
 def get_hf_module_name(model: Architecture, layer: str) -> str:
     """Return the HF module name of a stacked layer, such as `model.layers.{}.self_attn.q_proj`."""
-    return model.hf_names()[f"{layer}/kernel"].removesuffix(".weight")
+    return model.get_hf_names()[f"{layer}/kernel"].removesuffix(".weight")
 
 
 def list_hf_module_names(model: Architecture, layer: str) -> list[str]:

@@ -85,8 +85,10 @@ def load_base(
     its scales depend on all inputs.
     """
     model, stored = adapter.model, open_canonical_tensors(adapter.model, Path(path))
-    shapes = flatten_dict(adapter.param_specs()[1].abstract_params(), sep="/")
-    shardings = flatten_dict(sharding.param_shardings(mesh, adapter.param_specs()[1]), sep="/")
+    shapes = flatten_dict(adapter.make_param_specs()[1].make_abstract_params(), sep="/")
+    shardings = flatten_dict(
+        sharding.make_param_shardings(mesh, adapter.make_param_specs()[1]), sep="/"
+    )
     quantized = [p.removesuffix("_scale") for p in shapes if p.endswith("/kernel_scale")]
     floats = {
         p: leaf_sharding
@@ -115,7 +117,9 @@ def _shard_array(array: np.ndarray, leaf_sharding: Sharding) -> jax.Array:
 def load_adapter(path: str | Path, adapter: Adapter, mesh: Mesh) -> Params:
     """Load the adapter in a validated folder onto the mesh."""
     stored = {tensor.name: tensor for tensor in open_safetensors(Path(path) / TENSORS_FILE)}
-    shardings = flatten_dict(sharding.param_shardings(mesh, adapter.param_specs()[0]), sep="/")
+    shardings = flatten_dict(
+        sharding.make_param_shardings(mesh, adapter.make_param_specs()[0]), sep="/"
+    )
     params = {}
     for param, leaf_sharding in shardings.items():
         tensors = (stored[name] for name in _list_peft_tensor_names(adapter, param))
@@ -136,7 +140,7 @@ def _list_peft_tensor_names(adapter: Adapter, param: str) -> list[str]:
 
 def _to_transformers_name(model: Architecture, name: str) -> str:
     """Convert a module's name in checkpoints to its name in transformers."""
-    for canonical, prefix in model.hf_module_prefixes().items():
+    for canonical, prefix in model.get_hf_module_prefixes().items():
         if name.startswith(canonical):
             return prefix + name.removeprefix(canonical)
     return name
@@ -194,7 +198,9 @@ def _check_tensors(fields: dict[str, Any], adapter: Adapter, file: Path) -> None
     # Name and shape of each PEFT tensor; ours [L, in, out] is stored as [out, in] per layer.
     shapes = {
         name: leaf.shape[:0:-1]
-        for param, leaf in flatten_dict(adapter.param_specs()[0].abstract_params(), sep="/").items()
+        for param, leaf in flatten_dict(
+            adapter.make_param_specs()[0].make_abstract_params(), sep="/"
+        ).items()
         for name in _list_peft_tensor_names(adapter, param)
     }
     # Report differing modules before missing tensors and shapes.
@@ -280,7 +286,7 @@ def _find_target_modules(adapter: Adapter) -> list[str]:
     """
     model = adapter.model
     targets = {layer: get_hf_module_name(model, layer) for layer in adapter.targets}
-    tensors = {name.removesuffix(".weight") for name in model.hf_names().values()}
+    tensors = {name.removesuffix(".weight") for name in model.get_hf_names().values()}
     others = [f".{module}" for module in tensors - {*targets.values()}]
     modules: set[str] = set()
     for layer, module in targets.items():

@@ -257,15 +257,15 @@ def make_plan(config: ResolvedConfig, model: Architecture, target: Target) -> Pl
         phases += [_plan_checkpoint(config, model, target, stage) for stage in training]
         phases = [_add_process_memory(phase, config, model, target) for phase in phases]
     policy = build_policy_architecture(config, model)
-    trained, _ = policy.param_specs(find_frozen_entries(config, policy))
+    trained, _ = policy.make_param_specs(find_frozen_entries(config, policy))
     rollout = config.rollout
     return Plan(
         target=target,
         mesh=dict(mesh.shape),
         phases=tuple(phases),
         shapes=_describe_shapes(config, model, target),
-        num_params=count_elements(model.abstract_params()),
-        num_trained=count_elements(trained.abstract_params()),
+        num_params=count_elements(model.make_abstract_params()),
+        num_trained=count_elements(trained.make_abstract_params()),
         tokens_per_step=rollout.tasks_per_step * rollout.group_size * rollout.max_total_tokens,
     )
 
@@ -407,7 +407,7 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
             "activations of patches": patches
             * operand_bytes
             * (terms.activations if trains else terms.prefill_activations),
-            "attention scores of patches": 4 * (2 + trains) * tower.num_attention_scores(patches),
+            "attention scores of patches": 4 * (2 + trains) * tower.count_attention_scores(patches),
         }
         resident["images, kept for the backward pass"] = values * (itemsize + copies * 2)
     phase = _make_phase(f"{stage} update", persistent, moments, resident)
@@ -548,7 +548,7 @@ def _plan_sampling(config: ResolvedConfig, model: Architecture, target: Target) 
             "activations of patches": patches
             * tower.estimate_layer_memory().prefill_activations
             * operand_bytes,
-            "attention scores of patches": 2 * 4 * tower.num_attention_scores(patches),
+            "attention scores of patches": 2 * 4 * tower.count_attention_scores(patches),
         }
         for moment in moments.values():
             values = config.max_image_tokens * (1 + tower.num_deepstack_layers) * model.width

@@ -136,7 +136,7 @@ class ServedEngine(Engine):
     def _queue_exceeds_free_pages(self) -> bool:
         """True if the next requests to get a row need more pages than are free."""
         running = [
-            shard.num_missing_pages(row) for shard in self._shards for row in shard.scheduled_rows
+            shard.count_missing_pages(row) for shard in self._shards for row in shard.scheduled_rows
         ]
         prompts: set[PromptTokens] = set()
         num_free = self.num_free_pages - sum(running)
@@ -151,7 +151,7 @@ class ServedEngine(Engine):
         return num_free < 0
 
     def _is_shard_out_of_pages(self, shard: BlockScheduler) -> bool:
-        if sum(map(shard.num_missing_pages, shard.scheduled_rows)) > shard.pool.num_free:
+        if sum(map(shard.count_missing_pages, shard.scheduled_rows)) > shard.pool.num_free:
             return True
         has_swapped_out = any(
             row.saved is not None and not row.is_waiting for row in shard.rows.values()

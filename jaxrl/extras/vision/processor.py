@@ -121,7 +121,7 @@ class HFImageProcessor:
         self._cache: OrderedDict[str, Image] = OrderedDict()
         self._num_bytes = 0
 
-    def num_tokens(self, image: Picture) -> int:
+    def count_tokens(self, image: Picture) -> int:
         """Return the number of tokens of an image. Only the file's header is read.
 
         Raises:
@@ -144,7 +144,7 @@ class HFImageProcessor:
             ) from error
         return int(count) // self.num_patches_per_token
 
-    def num_image_tokens(self, image: Image) -> int:
+    def count_image_tokens(self, image: Image) -> int:
         """Return the number of tokens of a preprocessed image."""
         if image.times:
             return self._count_video_tokens(image.num_patches, image.times)
@@ -261,9 +261,9 @@ class BlankProcessor(HFImageProcessor):
         )
         self.video_rules = processor.video_rules
 
-    def num_tokens(self, image: Picture) -> int:
+    def count_tokens(self, image: Picture) -> int:
         """See `HFImageProcessor.num_tokens`."""
-        return self._inner.num_tokens(image)
+        return self._inner.count_tokens(image)
 
     def __call__(self, image: Picture) -> Image:
         """Return patches of zeros, which represent the mean image color."""

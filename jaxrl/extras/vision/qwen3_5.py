@@ -47,7 +47,7 @@ class Qwen35VLConfig(Qwen3VLConfig):
         """Return all fields of `config.json`; the text class selects its section."""
         return {**fields, "tie_word_embeddings": bool(fields.get("tie_word_embeddings"))}
 
-    def hf_passthrough_prefixes(self) -> tuple[str, ...]:
+    def get_hf_passthrough_prefixes(self) -> tuple[str, ...]:
         """Return the prefix of the unused multi-token prediction layer."""
         return ("mtp.",)
 

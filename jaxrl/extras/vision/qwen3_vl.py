@@ -146,7 +146,7 @@ class Qwen3Vision(VisionTower):
             prefill_activations=2 * self.mlp_width + 6 * self.width,
         )
 
-    def num_attention_scores(self, num_patches: int) -> int:
+    def count_attention_scores(self, num_patches: int) -> int:
         """Return the number of attention scores of a query block over all patches."""
         return self.num_heads * min(num_patches, QUERY_BLOCK) * num_patches
 
@@ -274,15 +274,15 @@ class Qwen3VLConfig(QwenVLConfig):
             axes[axis : 3 * self.mrope_section[axis] : 3] = axis
         return axes
 
-    def hf_names(self) -> dict[str, str]:
+    def get_hf_names(self) -> dict[str, str]:
         """Return the HF names of the parameters, as in checkpoints and in transformers 5."""
         return {
             name: tensor
             if name.startswith("vision/")
             else tensor.replace("model.", "model.language_model.", 1)
-            for name, tensor in super().hf_names().items()
+            for name, tensor in super().get_hf_names().items()
         }
 
-    def hf_prefix_map(self) -> dict[str, str]:
+    def get_hf_prefix_map(self) -> dict[str, str]:
         """Return {}, since tensor names have no alternative prefixes."""
         return {}

@@ -127,9 +127,9 @@ class QwenVLConfig(QwenConfig):
             text[name] = rope or None
         return text
 
-    def hf_config(self) -> dict[str, Any]:
+    def to_hf_config(self) -> dict[str, Any]:
         """Return the `config.json` fields in the layout of transformers 5."""
-        text = {**super().hf_config(), "model_type": f"{self.model_type}_text"}
+        text = {**super().to_hf_config(), "model_type": f"{self.model_type}_text"}
         del text["architectures"], text["rope_theta"]
         text["rope_parameters"]["mrope_section"] = list(self.mrope_section)
         if self.is_interleaved:
@@ -146,20 +146,20 @@ class QwenVLConfig(QwenConfig):
             "torch_dtype": "float32",
         }
 
-    def abstract_params(self) -> Params:
+    def make_abstract_params(self) -> Params:
         """Return the parameters of the decoder and the tower."""
-        return {**super().abstract_params(), "vision": self.tower.abstract_params()}
+        return {**super().make_abstract_params(), "vision": self.tower.make_abstract_params()}
 
-    def logical_axes(self) -> dict[str, Any]:
+    def get_logical_axes(self) -> dict[str, Any]:
         """Return the axis names of the decoder and the tower."""
-        return {**super().logical_axes(), "vision": self.tower.logical_axes()}
+        return {**super().get_logical_axes(), "vision": self.tower.get_logical_axes()}
 
-    def hf_names(self) -> dict[str, str]:
+    def get_hf_names(self) -> dict[str, str]:
         """Return the HF names of the parameters, as in published checkpoints."""
         tower = {f"vision/{name}": tensor for name, tensor in self.tower.names.items()}
-        return {**tower, **super().hf_names()}
+        return {**tower, **super().get_hf_names()}
 
-    def hf_prefix_map(self) -> dict[str, str]:
+    def get_hf_prefix_map(self) -> dict[str, str]:
         """Return the prefixes of transformers 5; see `PREFIX_MAP`."""
         return PREFIX_MAP
 
@@ -171,7 +171,7 @@ class QwenVLConfig(QwenConfig):
         """Return the position of each rotary pair."""
         return rotary[:, self._pair_axes()]
 
-    def hidden_states(
+    def compute_hidden_states(
         self,
         params: Params,
         token_ids: Int[Array, "R T"],
@@ -182,7 +182,7 @@ class QwenVLConfig(QwenConfig):
         """Compute the final hidden states. With images, positions are in `layer_scan.aux`."""
         inputs, images = layer_scan.aux.inputs, layer_scan.aux.attached
         if images is None:
-            return super().hidden_states(params, token_ids, positions, attend, layer_scan)
+            return super().compute_hidden_states(params, token_ids, positions, attend, layer_scan)
         x = self._embed_tokens(params["embed"], token_ids.reshape(-1))
         patches, coords = images["patches"], images["coords"]
         image_embeds = self.tower.encode(params["vision"], patches, coords, layer_scan)
@@ -202,7 +202,7 @@ class QwenVLConfig(QwenConfig):
         token_ids = jnp.arange(self.vocab_size)
         return jnp.where(self.tower.is_placeholder(token_ids), reference.MASK_VALUE, logits)
 
-    def sampler_hidden_states(
+    def compute_sampler_hidden_states(
         self,
         weights: Params,
         token_ids: Int[Array, " M"],

@@ -161,7 +161,7 @@ class VisionTower(Tower):
 
     # On the host.
 
-    def num_tokens(self, image: Image) -> int:
+    def count_tokens(self, image: Image) -> int:
         """Return the number of tokens of an image; see `Tower.num_tokens`."""
         t, h, w = image.grid
         if t != max(len(image.times), 1) or h < 1 or w < 1 or h % self.merge or w % self.merge:
@@ -187,7 +187,7 @@ class VisionTower(Tower):
         """
         token_ids = np.asarray(token_ids)
         indices = np.flatnonzero(self.is_placeholder(token_ids))
-        counts = [self.num_tokens(image) for image in attachments]
+        counts = [self.count_tokens(image) for image in attachments]
         if sum(counts) != len(indices):
             raise ValueError(
                 f"a prompt or an observation has {len(indices)} image tokens (id {self.token_id}, "
@@ -303,7 +303,7 @@ class VisionTower(Tower):
 
     # Parameters.
 
-    def abstract_params(self) -> Params:
+    def make_abstract_params(self) -> Params:
         """Return the parameters as `jax.ShapeDtypeStruct`s."""
         D, F, merged_width = self.width, self.mlp_width, self.num_patches_per_token * self.width
         linear_shapes = {
@@ -331,7 +331,7 @@ class VisionTower(Tower):
         leaves = {name: jax.ShapeDtypeStruct(shapes[name], jnp.float32) for name in self.names}
         return unflatten_dict(leaves, sep="/")
 
-    def logical_axes(self) -> dict[str, Any]:
+    def get_logical_axes(self) -> dict[str, Any]:
         """Return the axis names of each parameter."""
         axes: dict[str, tuple[str | None, ...]] = {
             "patch/filter": ("width", None, None, None, None),

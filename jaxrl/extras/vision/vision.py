@@ -134,7 +134,7 @@ class QwenVision(VisionTower):
             prefill_activations=self.mlp_width + 6 * self.width,
         )
 
-    def num_attention_scores(self, num_patches: int) -> int:
+    def count_attention_scores(self, num_patches: int) -> int:
         """Return the larger number of attention scores: of a full layer or a windowed layer."""
         block_scores = min(num_patches, QUERY_BLOCK) * num_patches
         return self.num_heads * max(block_scores, 3 * self.window**2 * num_patches)

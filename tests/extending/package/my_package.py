@@ -28,7 +28,7 @@ class Skipping(QwenConfig):
     def init_extra_state(self, aux, num_tokens):
         return jnp.zeros((), jnp.int32), jnp.zeros((num_tokens, self.num_layers), jnp.uint8)
 
-    def feed_forward_with_aux(self, layer, x, extra_state, aux):
+    def apply_feed_forward_with_aux(self, layer, x, extra_state, aux):
         number, skips = extra_state
         if aux.records:
             own = (x[:, 0] > 0).astype(jnp.uint8)
@@ -36,7 +36,7 @@ class Skipping(QwenConfig):
             own = aux.inputs["skips"][:, number]
         else:
             own = jnp.zeros(len(x), jnp.uint8)
-        added = jnp.where(own[:, None] > 0, 0, self.feed_forward(layer, x))
+        added = jnp.where(own[:, None] > 0, 0, self.apply_feed_forward(layer, x))
         return added, (number + 1, skips.at[:, number].set(own))
 
     def store_extra_state(self, aux, extra_state):

@@ -6,7 +6,7 @@ python -m tests.extras.delta_net.mesh_worker
 import jax
 import numpy as np
 
-from jaxrl.runtime.sharding import param_shardings
+from jaxrl.runtime.sharding import make_param_shardings
 from jaxrl.training.packing import BatchShape
 from jaxrl.training.update import GradientStep, ScoreStep, shard_batch
 from tests.extras.delta_net.models import TINY_HYBRID, random_params
@@ -35,7 +35,7 @@ def check_meshes(config, meshes):
         print(sizes, flush=True)
         mesh = mesh_of(sizes)
         model = build_model(mesh, config, logits_chunk_tokens=256)
-        on_mesh = jax.device_put(params, param_shardings(mesh, config))
+        on_mesh = jax.device_put(params, make_param_shardings(mesh, config))
         batch = shard_batch(mesh, packed.batch)
         gradient = GradientStep(model, policy_loss())(on_mesh, batch, packed).gradients
         logprobs = ScoreStep(model, temperature=1.0)(on_mesh, batch, packed)

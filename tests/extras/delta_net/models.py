@@ -58,7 +58,7 @@ def random_params(config, seed):
         fan_in = leaf.shape[-1 if "embed" in name else -2]
         return noise * np.float32((1 if is_table else 0.5) / fan_in**0.5)
 
-    return jax.tree_util.tree_map_with_path(fill, config.abstract_params())
+    return jax.tree_util.tree_map_with_path(fill, config.make_abstract_params())
 
 
 def write_hybrid_world(world, folder):

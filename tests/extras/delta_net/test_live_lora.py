@@ -41,7 +41,7 @@ def write_source(folder, has_tower):
     if not has_tower:
         return transformers.AutoModelForCausalLM
     text = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
-    fields = TINY_HYBRID.hf_config()
+    fields = TINY_HYBRID.to_hf_config()
     fields["rope_parameters"]["mrope_section"] = [1, 1, 0]
     config = transformers.Qwen3_5Config(
         text_config=fields,
@@ -75,7 +75,9 @@ def test_peft_computes_the_same(tmp_path, has_tower, names, is_subset):
     params = unflatten_dict(
         {
             path: jnp.asarray(0.1 * rng.standard_normal(leaf.shape), jnp.float32)
-            for path, leaf in flatten_dict(adapter.param_specs()[0].abstract_params()).items()
+            for path, leaf in flatten_dict(
+                adapter.make_param_specs()[0].make_abstract_params()
+            ).items()
         }
     )
     save_adapter(params, adapter, tmp_path / "adapter", source=source)

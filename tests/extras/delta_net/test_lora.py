@@ -42,7 +42,7 @@ def make_adapter(*names, **settings):
     rng = np.random.default_rng(2)
     params = {
         path: jnp.asarray(0.3 * rng.standard_normal(leaf.shape), jnp.float32)
-        for path, leaf in flatten_dict(adapter.param_specs()[0].abstract_params()).items()
+        for path, leaf in flatten_dict(adapter.make_param_specs()[0].make_abstract_params()).items()
     }
     return adapter, unflatten_dict(params)
 
@@ -135,7 +135,7 @@ def test_an_int8_base_computes_its_rounded_weights(source, is_merged):
         TOKEN_IDS,
     )
     policy = merge_params(base, params)
-    weights = (adapter.weights_for_decoding if is_merged else adapter.weights_for_training)(
+    weights = (adapter.prepare_decoding_weights if is_merged else adapter.prepare_training_weights)(
         policy, jnp.float32
     )
     np.testing.assert_allclose(plain_logits(TINY_HYBRID, weights, TOKEN_IDS), wanted, atol=5e-4)

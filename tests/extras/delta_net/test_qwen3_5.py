@@ -81,7 +81,7 @@ def test_a_sequence_has_the_same_logprobs_in_any_row():
     def compute(sequences, shape):
         packed = pack_all(sequences, shape, counted=SEQUENCES)
         micro = jax.tree.map(lambda x: jnp.asarray(x[0]), packed.batch)
-        logprobs, _ = jax.jit(make_model().token_logprobs)(PARAMS, micro, temperature=1.0)
+        logprobs, _ = jax.jit(make_model().compute_token_logprobs)(PARAMS, micro, temperature=1.0)
         return [gather(micro, logprobs, index) for index in range(len(sequences))]
 
     shape = BatchShape(num_micro=1, micro_rows=2, row_tokens=200)
@@ -154,7 +154,7 @@ ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25
 
 
 def change_config(**changes):
-    return {**TINY_HYBRID.hf_config(), **changes}
+    return {**TINY_HYBRID.to_hf_config(), **changes}
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def play(num_rows, *args, params=PARAMS, group_size=3, engine=(), **kwargs):
 def score(params, micro, temperature):
     mesh = one_device_mesh()
     model = Model(TINY_HYBRID, mesh, XLA, num_tokens=TOKENIZER.num_tokens, remat="none")
-    return model.token_logprobs(params, micro, temperature=temperature)
+    return model.compute_token_logprobs(params, micro, temperature=temperature)
 
 
 def assert_scores_agree(trajectories, params, *, temperature):

@@ -48,7 +48,7 @@ def test_the_layers_are_those_of_transformers():
     uniform = read_architecture(GOLDEN / NAMES[0])
     assert (uniform.partial_layer_indices, uniform.renormalize) == ({}, False)
     for config in (mixed, stepped, uniform):
-        assert type(config).from_dict(config.hf_config()) == config
+        assert type(config).from_dict(config.to_hf_config()) == config
 
 
 def test_logits_losses_and_gradients_are_those_of_torch(golden):
@@ -65,7 +65,7 @@ def test_the_sampler_computes_the_same(mixed):
     config, params, expected = mixed
     token_ids = jnp.asarray(expected["token_ids"])
     B, T = token_ids.shape
-    weights = config.weights_for_decoding(params, jnp.float32)
+    weights = config.prepare_decoding_weights(params, jnp.float32)
     cache = kv_cache.allocate_pages(config, B * 5, 4, jnp.float32)
     tables = jnp.arange(B * 5)[::-1].reshape(B, 5)
     read = jax.jit(read_tokens, static_argnums=0)

@@ -97,7 +97,7 @@ def chosen_by_full_pass(trajectories, params):
     def choose(params, ids):
         aux = AuxArrays(records=True)
         attend = XLA.make_attend(jnp.ones_like(ids), positions)
-        MOE.hidden_states(params, ids, positions, attend, LayerScan(scan=False, aux=aux))
+        MOE.compute_hidden_states(params, ids, positions, attend, LayerScan(scan=False, aux=aux))
         return aux.recorded[ROUTED_EXPERTS]
 
     chosen = np.asarray(choose(params, ids)).reshape(*ids.shape, 2, 2)
@@ -156,7 +156,7 @@ def test_training_computes_the_recorded_experts(renormalize):
         aux = AuxArrays(inputs={ROUTED_EXPERTS: given[:, None]}, statistics_weights=jnp.ones(12))
         sizes = {"num_layers": 1, "num_tokens": 12, "top_k": 2, "num_experts": 8}
         state = jnp.int32(0), init_results(aux, **sizes)
-        out, (_, results) = config.feed_forward_with_aux({"moe": moe}, x, state, aux)
+        out, (_, results) = config.apply_feed_forward_with_aux({"moe": moe}, x, state, aux)
         store_results(aux, results)
         return (out * weights).sum(), (out, aux.statistics)
 
@@ -190,7 +190,7 @@ def first_micro(packed):
 @partial(jax.jit, static_argnames="dtype")
 def score(params, micro, dtype=jnp.float32):
     model = Model(MOE, one_device_mesh(), XLA, num_tokens=TOKENIZER.num_tokens, dtype=dtype)
-    return model.token_logprobs(params, micro, temperature=1.0)[0]
+    return model.compute_token_logprobs(params, micro, temperature=1.0)[0]
 
 
 @pytest.mark.parametrize(

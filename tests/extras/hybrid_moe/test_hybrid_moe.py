@@ -43,7 +43,7 @@ GOLDEN = Path(__file__).parents[2] / "golden"
 def test_logits_losses_and_gradients_are_those_of_torch(name):
     folder = GOLDEN / name
     config = read_architecture(folder)
-    assert type(config).from_dict(config.hf_config()) == config
+    assert type(config).from_dict(config.to_hf_config()) == config
     check_golden(config, load_hf(folder), dict(np.load(folder / "golden.npz")))
 
 
@@ -111,7 +111,7 @@ def test_an_adapter_on_all_linear_layers_trains():
     noise = np.random.default_rng(0)
     params = jax.tree.map(
         lambda leaf: jnp.asarray(0.3 * noise.standard_normal(leaf.shape), jnp.float32),
-        model.trained.abstract_params(),
+        model.trained.make_abstract_params(),
     )
     model.base = split_params(
         jax.tree.map(jnp.asarray, random_params(config, seed=0)), model.trained
@@ -140,13 +140,13 @@ def test_an_adapter_on_all_linear_layers_trains():
 )
 def test_unsupported_configurations_are_refused(config, changes, message):
     with pytest.raises(ValueError, match=message) as error:
-        type(config).from_dict({**config.hf_config(), **changes})
+        type(config).from_dict({**config.to_hf_config(), **changes})
     assert len(str(error.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize("part", ["delta_net", "experts"])
 def test_a_missing_part_is_named(tmp_path, monkeypatch, part):
-    (tmp_path / "config.json").write_text(json.dumps(TINY_NEXT.hf_config()))
+    (tmp_path / "config.json").write_text(json.dumps(TINY_NEXT.to_hf_config()))
     monkeypatch.setitem(sys.modules, f"jaxrl.extras.{part}", None)
     for name in [name for name in sys.modules if name.startswith(f"jaxrl.extras.{part}.")]:
         monkeypatch.delitem(sys.modules, name)

@@ -54,7 +54,7 @@ def score(params, trajectories, token_arrays):
     packed = pack_sequences(trajectories, np.zeros(len(trajectories)), shape)
     micro = jax.tree.map(lambda x: x[0], packed.batch)
     model = Model(TINY_NEXT, one_device_mesh(), XLA, num_tokens=TOKENIZER.num_tokens)
-    logprobs = jax.jit(model.token_logprobs)(params, micro, temperature=1.0)[0]
+    logprobs = jax.jit(model.compute_token_logprobs)(params, micro, temperature=1.0)[0]
     is_sampled = micro.loss_mask & (micro.positions > 0)
     return np.asarray(logprobs)[is_sampled], micro.rollout_logprobs[is_sampled]
 

@@ -21,5 +21,5 @@ def plain_logits(model, weights, token_ids, *, scan=True):
 
 
 def logits_of(adapter, policy, token_ids, **settings):
-    weights = adapter.weights_for_training(policy, jnp.float32)
+    weights = adapter.prepare_training_weights(policy, jnp.float32)
     return plain_logits(adapter.model, weights, token_ids, **settings)

@@ -64,7 +64,7 @@ def some_adapter(source, names, use_rslora, rng):
     )
     params = {
         path: jnp.asarray(0.3 * rng.standard_normal(leaf.shape), jnp.float32)
-        for path, leaf in flatten_dict(adapter.param_specs()[0].abstract_params()).items()
+        for path, leaf in flatten_dict(adapter.make_param_specs()[0].make_abstract_params()).items()
     }
     return adapter, unflatten_dict(params)
 
@@ -141,7 +141,9 @@ def test_gradients_are_those_of_plain_torch(source, names, use_rslora):
     base = load_base(source, MESH, adapter)
 
     def summed(params):
-        logprobs, _ = model.token_logprobs(merge_params(base, params), batch, temperature=1.0)
+        logprobs, _ = model.compute_token_logprobs(
+            merge_params(base, params), batch, temperature=1.0
+        )
         return (logprobs * weights).sum(), logprobs
 
     gradients, logprobs = jax.jit(jax.grad(summed, has_aux=True))(params)

@@ -77,7 +77,7 @@ def test_logits_and_gradients_are_those_of_peft(name, scan):
     for param, gradient in flatten_dict(gradients, sep="/").items():
         layer, _, matrix = param.rpartition("/")
         for number, layer_gradient in enumerate(gradient):
-            module = adapter.model.hf_names()[f"{layer}/kernel"].format(number)
+            module = adapter.model.get_hf_names()[f"{layer}/kernel"].format(number)
             name_there = module.replace("weight", f"lora_{matrix[-1].upper()}.weight")
             expected = golden[f"base_model.model.{name_there}"].T
             assert relative_distance(layer_gradient, expected) < 1e-4, (param, number)
@@ -277,7 +277,7 @@ def test_the_sampler_reads_merged_weights_as_separate_ones():
     logits = []
     for is_merged in (False, True):
         adapter, params, base = loaded("lora_all_linear", base_dtype="int8", is_merged=is_merged)
-        weights = adapter.weights_for_decoding(merge_params(base, params), jnp.float32)
+        weights = adapter.prepare_decoding_weights(merge_params(base, params), jnp.float32)
         assert ("kernel_a" in weights["blocks"]["mlp"]["up"]) != is_merged
         logits.append(plain_logits(adapter.model, weights, token_ids))
     np.testing.assert_allclose(*logits, atol=1e-4)
@@ -286,7 +286,7 @@ def test_the_sampler_reads_merged_weights_as_separate_ones():
 def test_in_bfloat16_only_what_is_trained_stays_float32():
     adapter, params, base = loaded("lora_all_linear", base_dtype="bfloat16")
     assert {leaf.dtype for leaf in jax.tree.leaves(base)} == {jnp.dtype("bfloat16")}
-    weights = adapter.weights_for_training(merge_params(base, params), jnp.bfloat16)
+    weights = adapter.prepare_training_weights(merge_params(base, params), jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {jnp.dtype("bfloat16")}
     # s in B before it is rounded
     expected = (params["blocks"]["mlp"]["up"]["kernel_b"] * 2).astype(jnp.bfloat16)
@@ -311,7 +311,7 @@ def test_the_base_gets_no_gradient():
     def flops(policy, params, base):
         settings = {"num_tokens": 288, "logits_chunk_tokens": 8, "remat": "none"}
         model = Model(policy, MESH, XLA, scan_layers=False, **settings)
-        loss = lambda params: model.token_logprobs(  # noqa: E731
+        loss = lambda params: model.compute_token_logprobs(  # noqa: E731
             merge_params(base, params), batch, temperature=1.0
         )[0].sum()
         return jax.jit(jax.grad(loss)).lower(params).compile().cost_analysis()["flops"]

@@ -9,7 +9,7 @@ from jaxrl.extras.lora.adapter import Adapter, find_targets
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.params import merge_params
 from jaxrl.models.policy import Model
-from jaxrl.runtime.sharding import make_mesh, param_shardings
+from jaxrl.runtime.sharding import make_mesh, make_param_shardings
 from jaxrl.training.packing import BatchShape
 from jaxrl.training.update import ScoreStep, UpdateStep, init_state, shard_batch
 from tests.helpers import (
@@ -40,7 +40,7 @@ def some_adapter(seed=1):
     rng = np.random.default_rng(seed)
     return jax.tree.map(
         lambda leaf: 0.1 * rng.standard_normal(leaf.shape, np.float32),
-        ADAPTER.param_specs()[0].abstract_params(),
+        ADAPTER.make_param_specs()[0].make_abstract_params(),
     )
 
 
@@ -89,12 +89,12 @@ def test_gradients_are_those_of_merged_weights_whatever_the_packing():
 
 
 def test_an_update_changes_the_adapter_alone():
-    base = jax.device_put(tiny_params(), param_shardings(MESH, ADAPTER.param_specs()[1]))
+    base = jax.device_put(tiny_params(), make_param_shardings(MESH, ADAPTER.make_param_specs()[1]))
     before = jax.tree.map(np.array, base)
     model, optimizer = adapted_model(base), optax.adamw(1e-2)
     start = some_adapter()
-    params = jax.device_put(start, param_shardings(MESH, ADAPTER.param_specs()[0]))
-    state = init_state(params, MESH, ADAPTER.param_specs()[0], optimizer)
+    params = jax.device_put(start, make_param_shardings(MESH, ADAPTER.make_param_specs()[0]))
+    state = init_state(params, MESH, ADAPTER.make_param_specs()[0], optimizer)
     moments = optax.tree_utils.tree_get(state.opt_state, "mu")
     assert jax.tree.structure(moments) == jax.tree.structure(start)
     packed = pack_all(random_sequences(LENGTHS), WHOLE)

@@ -97,10 +97,10 @@ class TestByHand:
             config = programs.small_run(1, 1, 1).with_values(keys)
             made = jax.eval_shape(
                 partial(
-                    build_policy_architecture(config, model).weights_for_decoding,
+                    build_policy_architecture(config, model).prepare_decoding_weights,
                     dtype=jnp.bfloat16,
                 ),
-                model.abstract_params(),
+                model.make_abstract_params(),
             )
             held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(made))
             planned = memory.plan_rollout(config, model, target).persistent["decode weights"]

@@ -91,10 +91,10 @@ def test_videos_are_processed_as_by_the_reference(references, tmp_path, index):
     np.testing.assert_allclose(processed.patches, wanted["patches"], atol=atol)
     if wanted["interval"] is not None:
         assert np.diff(processed.times) == pytest.approx(wanted["interval"])
-    count = processor.num_tokens(video)
+    count = processor.count_tokens(video)
     assert (count, count.times) == (
-        processor.num_image_tokens(processed),
-        processor.num_image_tokens(processed).times,
+        processor.count_image_tokens(processed),
+        processor.count_image_tokens(processed).times,
     )
     chat = [{"role": "user", "content": "<video>What?"}]
     ids = video_tokenizer().render_prompt(chat, (), [count])

@@ -191,7 +191,7 @@ def random_weights(config, seed):
         scale = {"bias": 0.5, "kernel": fan_in**-0.5, "filter": 0.3}.get(name, 1.0)
         return rng.normal(0.0, scale, like.shape).astype(np.float32)
 
-    return jax.tree_util.tree_map_with_path(leaf, config.abstract_params())
+    return jax.tree_util.tree_map_with_path(leaf, config.make_abstract_params())
 
 
 def random_images(config, rng, count):
@@ -202,7 +202,7 @@ def random_images(config, rng, count):
         h, w = (int(x) * tower.merge for x in rng.integers(1, 6, 2))
         patches = rng.standard_normal((h * w, tower.num_values_per_patch), np.float32)
         images.append(Image(patches=patches, grid=(1, h, w)))
-        run = [IMAGE] * tower.num_tokens(images[-1])
+        run = [IMAGE] * tower.count_tokens(images[-1])
         ids += [START, *run, *rng.integers(4, config.vocab_size, 1 + rng.integers(3))]
     return images, np.array(ids)
 
@@ -275,7 +275,7 @@ def test_an_update_has_the_gradients_of_transformers(tmp_path, family, seed):
         return -jax.nn.log_softmax(logits)[at - 1, ids[at]].mean()
 
     leaves = flatten_dict(jax.jit(jax.grad(loss))(params), sep="/")
-    prefixes = {prefix: theirs for theirs, prefix in config.hf_prefix_map().items()}
+    prefixes = {prefix: theirs for theirs, prefix in config.get_hf_prefix_map().items()}
     ours = {}
     for name, location in locate_hf_tensors(config).items():
         gradient = np.asarray(leaves[location.param][location.index])
@@ -301,7 +301,7 @@ def test_pixel_values_are_those_of_the_processor_of_transformers(tmp_path, size)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_folder_that_transformers_wrote_comes_back_bit_for_bit(tmp_path, family):
     config = FAMILIES[family](3)
-    fields = getattr(transformers, f"{family}Config").from_dict(config.hf_config())
+    fields = getattr(transformers, f"{family}Config").from_dict(config.to_hf_config())
     model = reference_class(family)(fields).bfloat16()
     model.save_pretrained(tmp_path / "source", max_shard_size="20KB")
     assert read_architecture(tmp_path / "source") == config

@@ -50,7 +50,7 @@ def test_videos_are_processed_as_by_the_reference(tmp_path, index):
     if family == "qwen2_5_vl":
         np.testing.assert_allclose(np.diff(processed.times), wanted["interval"])
     chat = [{"role": "user", "content": "<video>What?"}]
-    ids = video_tokenizer().render_prompt(chat, (), [processor.num_tokens(video)])
+    ids = video_tokenizer().render_prompt(chat, (), [processor.count_tokens(video)])
     assert ids[: len(wanted["ids"])] == wanted["ids"].tolist()
 
 
@@ -126,8 +126,8 @@ def test_a_video_of_one_picture_has_the_patches_of_an_image(processor):
 
 def test_blank_videos_have_the_size_and_nothing_else(processor):
     blank, video = processor.make_blank_processor(), make_video()
-    assert blank.num_tokens(video) == processor.num_tokens(video) == 3 * 6
-    assert blank.num_image_tokens(blank(video)) == 18
+    assert blank.count_tokens(video) == processor.count_tokens(video) == 3 * 6
+    assert blank.count_image_tokens(blank(video)) == 18
     assert not blank(video).patches.any()
     assert blank(video).times == processor(video).times
 
@@ -156,7 +156,7 @@ def test_a_file_is_read_like_its_frames(processor, tmp_path, from_path):
     (tmp_path / "a.mkv").write_bytes(data)
     video = Video(path=str(tmp_path / "a.mkv")) if from_path else Video(data=data)
     frames = Video(frames=tuple(map(encode_pixels, PIXELS)), fps=10.0)
-    assert processor.num_tokens(video) == processor.num_tokens(frames)
+    assert processor.count_tokens(video) == processor.count_tokens(frames)
     found, wanted = processor(video), processor(frames)
     assert found.times == wanted.times
     np.testing.assert_array_equal(found.patches, wanted.patches)
@@ -225,4 +225,4 @@ def test_a_file_without_all_its_frames_is_refused(processor, tmp_path):
 
 def test_a_missing_file_is_named(processor, tmp_path):
     with pytest.raises(UnreadableImageError, match=r"none\.mp4 cannot be read as a video"):
-        processor.num_tokens(Video(path=str(tmp_path / "none.mp4")))
+        processor.count_tokens(Video(path=str(tmp_path / "none.mp4")))

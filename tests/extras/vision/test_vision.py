@@ -117,7 +117,7 @@ def test_text_alone_is_as_by_the_decoder():
     attend = XLA.make_attend(jnp.ones_like(ids), positions)
     of_text = {name: entry for name, entry in params.items() if name != "vision"}
     hidden, expected = (
-        jax.jit(model.hidden_states, static_argnums=(3, 4))(
+        jax.jit(model.compute_hidden_states, static_argnums=(3, 4))(
             weights, ids, positions, attend, LayerScan()
         )
         for model, weights in ((config, params), (text, of_text))
@@ -272,7 +272,7 @@ def test_config_of_qwen2_vl_as_published():
     }  # fmt: skip
     model = Qwen2VLConfig.from_dict(fields)
     assert (model.tower.token_id, model.tower.video_id) == (151655, 151656)
-    sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(model.abstract_params())]
+    sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(model.make_abstract_params())]
     assert sum(sizes) == 2_208_985_600
 
 

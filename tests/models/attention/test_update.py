@@ -21,12 +21,12 @@ def lower_gradient(row_tokens, **settings):
     batch = make_batch((1, row_tokens))
 
     def loss(params, batch):
-        logprobs, entropies = model.token_logprobs(
+        logprobs, entropies = model.compute_token_logprobs(
             params, batch, temperature=1.0, entropy_gradient=True
         )
         return (logprobs * batch.advantages + entropies).sum()
 
-    return jax.jit(jax.grad(loss)), TINY.abstract_params(), batch
+    return jax.jit(jax.grad(loss)), TINY.make_abstract_params(), batch
 
 
 @pytest.mark.minutes
