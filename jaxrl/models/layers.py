@@ -110,13 +110,28 @@ class LayerScan:
             stacks: Modules that only some layers have. Their leading axis covers only these layers.
         """
         layer = self._with_remat(layer)
-        for run in _slice_runs(_find_layer_runs(blocks, stacks), blocks) if stacks else [blocks]:
-            if self.scan:
-                x = jax.lax.scan(lambda x, block: (layer(x, block), None), x, run)[0]
-                continue
-            for block in _unstack_layers(run):
-                x = layer(x, block)
-        return x
+        runs = _find_layer_runs(blocks, stacks) if stacks else ()
+        if not self.scan:
+            for run in _slice_runs(runs, blocks) if runs else [blocks]:
+                for block in _unstack_layers(run):
+                    x = layer(x, block)
+            return x
+
+        def run_layer(x: Any, block: Params) -> tuple[Any, None]:
+            return layer(x, block), None
+
+        def run_period(x: Any, period: Params) -> tuple[Any, None]:
+            for run in _slice_runs(runs[: len(runs) // num_periods], period):
+                x = jax.lax.scan(run_layer, x, run)[0]
+            return x, None
+
+        if not runs:
+            return jax.lax.scan(run_layer, x, blocks)[0]
+        # XLA unrolls loops of one layer and then merges the recomputation with the forward pass, so
+        # runs that repeat, such as three delta nets and one attention layer, are looped over too.
+        num_periods = _count_periods(runs)
+        periods = jax.tree.map(lambda w: w.reshape(num_periods, -1, *w.shape[1:]), blocks)
+        return jax.lax.scan(run_period, x, periods)[0]
 
     def run_with_intermediates(
         self, layer: Layer, x: jax.Array, blocks: Params, layers: Sequence[int]
@@ -263,6 +278,12 @@ def _find_layer_runs(blocks: Params, stacks: Stacks) -> tuple[LayerRun, ...]:
         indices = {n: list(stacks[n]).index(first) if n in stacks else first for n in names}
         runs.append(tuple((n, index, index + 1 + len(rest)) for n, index in indices.items()))
     return tuple(runs)
+
+
+def _count_periods(runs: Sequence[LayerRun]) -> int:
+    """Return how often the shortest sequence of runs that makes up all of them is repeated."""
+    kinds = [[(name, end - first) for name, first, end in run] for run in runs]
+    return next(n for n in range(len(runs), 0, -1) if kinds == kinds[: len(runs) // n] * n)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
