@@ -67,6 +67,18 @@ def read_positive_int(fields: Mapping[str, Any], name: str, source: str = "confi
     return value
 
 
+def read_positive_float(fields: Mapping[str, Any], name: str, source: str = "config.json") -> float:
+    """Read a positive, finite number.
+
+    Raises:
+        ValueError: The field is missing or is not a positive, finite number.
+    """
+    value = fields.get(name)
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise ValueError(f"{source}: {name!r} is {value!r:.80}; expected a number above 0.")
+    return float(value)
+
+
 def _get_rope_fields(fields: dict[str, Any]) -> dict[str, Any]:
     """Return the RoPE settings, stored under the names of transformers 5 or of older versions."""
     rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
@@ -117,14 +129,14 @@ def parse_common_fields(fields: dict[str, Any], *, source: str = "config.json") 
         )
     )
     # By default, attention is multi-head and heads divide the width evenly.
-    num_kv_heads = fields.get("num_key_value_heads") or num_heads
-    head_dim = fields.get("head_dim") or width // num_heads
+    defaults = {"num_key_value_heads": num_heads, "head_dim": width // num_heads}
+    num_kv_heads, head_dim = (
+        read_positive_int(defaults | fields, name, source) for name in defaults
+    )
     rope = _get_rope_fields(fields)
     theta, kind = rope["rope_theta"], ROPE_SCALINGS.get(rope["rope_type"])
     if (
-        head_dim < 1
-        or head_dim % 2
-        or num_kv_heads < 1
+        head_dim % 2
         or num_heads % num_kv_heads
         or type(theta) not in (int, float)
         or not 1 < theta < math.inf
@@ -148,7 +160,7 @@ def parse_common_fields(fields: dict[str, Any], *, source: str = "config.json") 
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
         "rope_theta": float(theta),
-        "rms_norm_eps": float(fields["rms_norm_eps"]),
+        "rms_norm_eps": read_positive_float(fields, "rms_norm_eps", source),
         "tie_embeddings": bool(fields["tie_word_embeddings"]),
         "max_positions": scaling.compute_max_positions(max_positions) if scaling else max_positions,
         "rope_scaling": scaling,

@@ -15,6 +15,12 @@ SIZE_FIELDS = (
 )
 """Size fields of models and vision towers, which get no default."""
 
+COUNT_FIELDS = ("num_hidden_layers", "depth", "num_experts", "num_local_experts")
+"""Fields that determine the number of tensors."""
+
+MAX_COUNT = 4096
+"""Maximum of each of `COUNT_FIELDS`; lists of more layers or experts could fill the memory."""
+
 
 def fill_hf_defaults(
     fields: dict[str, Any],
@@ -38,8 +44,13 @@ def fill_hf_defaults(
         source: File name for error messages.
 
     Raises:
-        ValueError: transformers rejects a field.
+        ValueError: A count is too large, or transformers rejects a field.
     """
+    for section in (fields, *(value for value in fields.values() if isinstance(value, dict))):
+        for name in COUNT_FIELDS:
+            count = section.get(name)
+            if isinstance(count, int) and count > MAX_COUNT:
+                raise ValueError(f"{source}: {name!r} is {count}; expected at most {MAX_COUNT}.")
     non_null = {name: value for name, value in fields.items() if value is not None}
     with quiet_transformers():
         from transformers import CONFIG_MAPPING

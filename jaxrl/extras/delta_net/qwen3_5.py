@@ -168,7 +168,7 @@ class Qwen35Config(QwenConfig):
         fields.pop("partial_rotary_factor", None)
         layer_types = _read_layer_types(fields, source)
         reject_unsupported_features(
-            {"attn_output_gate False": fields.get("attn_output_gate") is False}, source
+            {"no attn_output_gate": fields.get("attn_output_gate", True) is not True}, source
         )
         dense = QwenConfig.from_dict(
             {**fields, rope_name: rope or None, "layer_types": None, "model_type": "qwen3"},

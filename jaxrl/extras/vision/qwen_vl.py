@@ -81,7 +81,8 @@ class QwenVLConfig(QwenConfig):
                 f"{str(cls.is_interleaved).lower()} in {cls.model_type!r}."
             )
         sections = rope.get("mrope_section", [*cls.default_sections])
-        if len(sections) != 3 or 2 * sum(sections) != text.rotary_dim:
+        is_valid = isinstance(sections, list) and all(type(n) is int and n >= 0 for n in sections)
+        if not is_valid or len(sections) != 3 or 2 * sum(sections) != text.rotary_dim:
             raise ValueError(
                 f"{source}: 'mrope_section' is {sections!r:.80}; expected three integers that "
                 f"add up to the rotary pairs of a head, {text.rotary_dim // 2}."

@@ -29,6 +29,7 @@ from jaxrl.models.decoder import (
     Angles,
     apply_rope,
     linear,
+    read_positive_float,
     read_positive_int,
     reject_unsupported_features,
 )
@@ -112,7 +113,7 @@ class VisionTower(Tower):
         width, heads = read_int_field(cls.width_field), read_int_field("num_heads")
         activation = vision_fields["hidden_act"]
         rope = vision_fields.get("rope_parameters") or {}
-        theta: Any = rope.get("rope_theta", vision_fields.get("rope_theta"))
+        theta = read_positive_float({**vision_fields, **rope}, "rope_theta", source)
         sizes = {
             "width": width,
             "mlp_width": read_int_field("intermediate_size"),
@@ -131,7 +132,7 @@ class VisionTower(Tower):
             },
             f"{source}, 'vision_config'",
         )
-        return sizes | {"rope_theta": float(theta)}
+        return sizes | {"rope_theta": theta}
 
     def to_fields(self) -> dict[str, Any]:
         """Return the `vision_config` fields; the inverse of `from_fields`."""

@@ -103,7 +103,7 @@ class QwenVision(VisionTower):
             token_id=image_id,
             window=window,
             full_layers=tuple(vision_fields["fullatt_block_indexes"]),
-            tokens_per_second=vision_fields["tokens_per_second"],
+            tokens_per_second=read_positive_int(vision_fields, "tokens_per_second", source),
         )
 
     def to_fields(self) -> dict[str, Any]:

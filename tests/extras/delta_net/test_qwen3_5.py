@@ -177,6 +177,12 @@ def change_config(**changes):
         ({"linear_conv_kernel_dim": 10**30}, "'linear_conv_kernel_dim'"),
         ({"num_key_value_heads": -1}, "'num_key_value_heads'"),
         ({"head_dim": -2}, "'head_dim'"),
+        ({"num_key_value_heads": 0}, "'num_key_value_heads' is 0"),
+        ({"head_dim": 0}, "'head_dim' is 0"),
+        ({"rms_norm_eps": -1e-6}, "'rms_norm_eps' is -1e-06"),
+        ({"rms_norm_eps": math.nan}, "'rms_norm_eps' is nan"),
+        ({"attn_output_gate": 0}, "attn_output_gate"),
+        ({"num_hidden_layers": 10**12, "layer_types": None}, "'num_hidden_layers' is 10{12};"),
         ({"rope_parameters": ROPE | {"partial_rotary_factor": -0.25}}, "'partial_rotary_factor'"),
         (
             {"rope_parameters": ROPE | {"partial_rotary_factor": math.inf}},

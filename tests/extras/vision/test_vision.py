@@ -282,6 +282,9 @@ def test_config_of_qwen2_vl_as_published():
         ({"vision": {"mlp_ratio": 0}}, "'mlp_ratio' is 0"),
         ({"vision": {"hidden_size": 40}}, "'hidden_size' of 'vision_config' is 40; expected"),
         ({"vision": {"hidden_act": "gelu"}}, "'vision_config': hidden_act 'gelu'"),
+        ({"vision": {"depth": 2**31 - 1}}, "'depth' is 2147483647; expected at most"),
+        ({"vision": {"rope_parameters": {"rope_theta": None}}}, "'rope_theta' is None"),
+        ({"vision": {"rope_parameters": {"rope_theta": -1e4}}}, "'rope_theta' is -10000.0"),
     ],
 )
 def test_configs_of_qwen2_that_are_refused(changes, why):
@@ -297,6 +300,9 @@ def test_configs_of_qwen2_that_are_refused(changes, why):
         ({"vision": {"deepstack_visual_indexes": [0, 4]}}, r"\[0, 4\] with 4 layers"),
         ({"text_config": "qwen3"}, "is not a qwen3_vl configuration"),
         ({"rope": {"mrope_section": [12, 2, 2]}}, r"\[12, 2, 2\]; expected three integers"),
+        ({"rope": {"mrope_section": 4}}, "'mrope_section' is 4; expected three integers"),
+        ({"rope": {"mrope_section": ["2", "1", "1"]}}, "expected three integers"),
+        ({"rope": {"mrope_section": [10, -1, -1]}}, "expected three integers"),
     ],
 )
 def test_configs_of_qwen3_that_are_refused(changes, why):
@@ -311,6 +317,7 @@ def test_configs_of_qwen3_that_are_refused(changes, why):
         ({"image_token_id": "x"}, "'image_token_id'"),
         ({"vision": {"out_hidden_size": 40}}, "'out_hidden_size' .* is 40; expected .* 32"),
         ({"vision": {"window_size": 2}}, "window_size 2"),
+        ({"vision": {"tokens_per_second": 0}}, "'tokens_per_second' is 0"),
         ({"rope": {"rope_type": "linear", "factor": 2.0}}, "RoPE scaling 'linear' with images"),
     ],
 )
