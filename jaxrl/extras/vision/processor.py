@@ -28,10 +28,12 @@ from jaxrl.envs.image_decoding import (
 )
 from jaxrl.envs.images import Picture, UnreadableImageError, Video, VideoTokens
 from jaxrl.extras.vision.video import VideoLayout, iter_frames, load_video_rules, read_header
+from jaxrl.models.decoder import read_positive_int
 from jaxrl.types import Group
 from jaxrl.utils.quiet_transformers import quiet_transformers
 
 FILE = "preprocessor_config.json"
+EDGES = ("shortest_edge", "longest_edge")  # minimum and maximum number of pixels of an image
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -98,17 +100,21 @@ class HFImageProcessor:
             ValueError: The file does not exist or describes an unsupported processor.
         """
         self._processor = _load_processor(folder)
-        size = dict(self._processor.size)
-        limits = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
-        self._size = size | {name: value for name, value in limits.items() if value}
-        self.num_patches_per_token = int(self._processor.merge_size) ** 2
-        side, frames = self._processor.patch_size, self._processor.temporal_patch_size
-        self.num_values_per_patch = 3 * int(frames) * int(side) ** 2
+        side, merge, frames, *edges = (
+            read_positive_int(
+                {**vars(self._processor), **dict(self._processor.size)}, name, f"{folder}/{FILE}"
+            )
+            for name in ("patch_size", "merge_size", "temporal_patch_size", *EDGES)
+        )
+        limits = zip(EDGES, (min_pixels, max_pixels), edges, strict=True)
+        self._size = {name: limit or edge for name, limit, edge in limits}
+        self.num_patches_per_token = merge**2
+        self.num_values_per_patch = 3 * frames * side**2
         self.video_rules = load_video_rules(
             folder,
-            patch=int(side),
-            merge=int(self._processor.merge_size),
-            temporal_patch=int(frames),
+            patch=side,
+            merge=merge,
+            temporal_patch=frames,
             fps=fps,
             min_frames=min_frames,
             max_frames=max_frames,

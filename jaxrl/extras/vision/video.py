@@ -25,7 +25,8 @@ from jaxrl.envs.image_decoding import (
     wrap_image_errors,
 )
 from jaxrl.envs.images import UnreadableImageError, Video
-from jaxrl.utils.json_io import read_object
+from jaxrl.models.decoder import read_positive_float, read_positive_int
+from jaxrl.utils.json_io import drop_nulls, read_object
 
 FILES = ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json")
 """Files with the settings of the video processor, in order of priority."""
@@ -219,26 +220,46 @@ def load_video_rules(
     """Load a checkpoint's video rules. Arguments other than 0 replace the checkpoint's values.
 
     Raises:
-        ValueError: A file cannot be read.
+        ValueError: A file cannot be read, or a setting is not a positive number.
     """
-    fields: dict[str, Any] = {}
+    fields: Any = {}
     for file in (Path(folder) / name for name in reversed(FILES)):
         if file.is_file():
             content = read_object(file)
             fields = content.get("video_processor", fields) if file.name == FILES[0] else content
+    if not isinstance(fields, dict) or not isinstance(fields.get("size") or {}, dict):
+        raise ValueError(
+            f"{folder}: the settings of the video processor are {fields!r:.80}; expected an object "
+            "whose 'size' is an object."
+        )
     config = Path(folder) / "config.json"
     model_type = read_object(config).get("model_type") if config.is_file() else ""
     rules_type = Qwen3VideoRules if str(model_type).startswith("qwen3") else VideoRules
-    size = fields.get("size") or {}
+    size = drop_nulls(fields.get("size") or {})
     low, high = rules_type.default_limits
+    arguments = {
+        "fps": fps,
+        "min_frames": min_frames,
+        "max_frames": max_frames,
+        "min_pixels": min_pixels,
+        "max_pixels": max_pixels,
+    }
+    settings = {
+        "fps": 2.0,
+        "min_frames": 4,
+        "max_frames": 768,
+        "min_pixels": size.get("shortest_edge", low),
+        "max_pixels": size.get("longest_edge", high),
+        "max_video_tokens": rules_type.default_tokens,
+        **drop_nulls(fields),
+        **{name: value for name, value in arguments.items() if value},
+    }
+    counts = ("min_frames", "max_frames", "min_pixels", "max_pixels", "max_video_tokens")
+    source = f"{folder}, settings of the video processor"
     return rules_type(
-        fps=fps or fields.get("fps") or 2.0,
-        min_frames=min_frames or fields.get("min_frames") or 4,
-        max_frames=max_frames or fields.get("max_frames") or 768,
-        min_pixels=min_pixels or fields.get("min_pixels") or size.get("shortest_edge") or low,
-        max_pixels=max_pixels or fields.get("max_pixels") or size.get("longest_edge") or high,
+        fps=read_positive_float(settings, "fps", source),
+        **{name: read_positive_int(settings, name, source) for name in counts},
         caps_frames=bool(fields.get("cap_pixels_per_frame")),
-        max_video_tokens=fields.get("max_video_tokens") or rules_type.default_tokens,
         patch=patch,
         merge=merge,
         temporal_patch=temporal_patch,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from functools import partial
 
 import jax
@@ -142,6 +143,33 @@ def test_the_config_overrides_the_files_of_the_model(tmp_path):
         for settings in ({}, {"fps": 8.0}, {"max_frames": 2}, {"max_video_pixels": 16 * 24})
     ]
     assert sizes == [(2, 2, 2), (4, 2, 2), (1, 2, 2), (2, 6, 4)]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("fps", "2"), ("fps", -1), ("fps", math.nan), ("min_frames", 1.5), ("max_frames", -1),
+        ("min_pixels", [1]), ("max_video_tokens", "x"), ("size", 4),
+    ],
+)  # fmt: skip
+def test_settings_that_are_no_positive_numbers_are_refused(tmp_path, name, value):
+    folder = save_processor(tmp_path)
+    (tmp_path / "video_preprocessor_config.json").write_text(json.dumps({name: value}))
+    with pytest.raises(ValueError, match=f"'{name}'") as error:
+        HFImageProcessor(folder)
+    assert str(error.value).startswith(folder)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["patch_size", "merge_size", "temporal_patch_size", "size"])
+@pytest.mark.parametrize("value", [0, -1, "4", [1], math.inf])
+def test_sizes_of_images_that_are_no_positive_numbers_are_refused(tmp_path, name, value):
+    folder = save_processor(tmp_path)
+    file = tmp_path / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {name: value}))
+    with pytest.raises(ValueError, match=r"preprocessor_config\.json") as error:
+        HFImageProcessor(folder)
+    assert "\n" not in str(error.value)
 
 
 # Files.
