@@ -73,7 +73,7 @@ def read_positive_float(fields: Mapping[str, Any], name: str, source: str = "con
     Raises:
         ValueError: The field is missing or is not a positive, finite number.
     """
-    value = fields.get(name)
+    value: Any = fields.get(name)
     if type(value) not in (int, float) or not 0 < value < math.inf:
         raise ValueError(f"{source}: {name!r} is {value!r:.80}; expected a number above 0.")
     return float(value)
