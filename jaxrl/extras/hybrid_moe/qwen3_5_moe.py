@@ -16,7 +16,7 @@ from jaxrl.models.defaults import fill_hf_defaults
 DENSE_TYPES = {"qwen3_5_moe": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_text"}
 """`model_type` of the dense model, by that of the mixture of experts."""
 
-EVERY_LAYER = {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
+IMPLICIT_FIELDS = {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
 """Fields of other mixtures that are constant in Qwen3.5."""
 
 
@@ -36,7 +36,7 @@ class Qwen35MoeConfig(QwenMoeConfig, Qwen35Config):
         text = fields if is_text else fields.get("text_config")
         if not isinstance(text, dict):
             raise ValueError(f"{source} lacks the field 'text_config', an object.")
-        filled = fill_hf_defaults(text, "qwen3_5_moe_text", source=source) | EVERY_LAYER
+        filled = fill_hf_defaults(text, "qwen3_5_moe_text", source=source) | IMPLICIT_FIELDS
         shared_width = read_positive_int(filled, "shared_expert_intermediate_size", source)
         dense = {**filled, "intermediate_size": shared_width, "model_type": "qwen3_5_text"}
         if not is_text:
@@ -52,5 +52,5 @@ class Qwen35MoeConfig(QwenMoeConfig, Qwen35Config):
             "architectures": ["Qwen3_5MoeForCausalLM"],
             "model_type": "qwen3_5_moe_text",
         }
-        absent = ("intermediate_size", *EVERY_LAYER)
+        absent = ("intermediate_size", *IMPLICIT_FIELDS)
         return {name: value for name, value in fields.items() if name not in absent}

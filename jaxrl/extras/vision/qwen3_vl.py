@@ -267,7 +267,7 @@ class Qwen3VLConfig(QwenVLConfig):
     is_interleaved = True
     ties_in_text = False
 
-    def _pair_axes(self) -> np.ndarray:
+    def _get_pair_axes(self) -> np.ndarray:
         """Return the position axis of each rotary pair: time, height, width in turn, then time."""
         axes = np.zeros(self.rotary_dim // 2, np.int32)
         for axis in (1, 2):

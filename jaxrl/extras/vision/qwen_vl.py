@@ -164,13 +164,13 @@ class QwenVLConfig(QwenConfig):
         """Return the prefixes of transformers 5; see `PREFIX_MAP`."""
         return PREFIX_MAP
 
-    def _pair_axes(self) -> np.ndarray:
+    def _get_pair_axes(self) -> np.ndarray:
         """Return the position axis of each rotary pair: time 0, height 1, width 2."""
         return np.repeat(np.arange(3), self.mrope_section)
 
     def _expand_to_pairs(self, rotary: Int[Array, "M 3"]) -> Int[Array, "M pairs"]:
         """Return the position of each rotary pair."""
-        return rotary[:, self._pair_axes()]
+        return rotary[:, self._get_pair_axes()]
 
     def compute_hidden_states(
         self,

@@ -141,11 +141,11 @@ class VideoRules:
         return self.patch * self.merge
 
     def _fit_frame_size(
-        self, height: int, width: int, num_frames: int, num_rounded: int, limit: int
+        self, height: int, width: int, num_frames: int, num_rounded_frames: int, limit: int
     ) -> tuple[int, int]:
         """Round a frame's size to whole tokens, with `min_pixels` to `limit` pixels in all frames.
 
-        `num_rounded` is the number of frames whose pixels are compared with the limits.
+        `num_rounded_frames` is the number of frames whose pixels are compared with the limits.
         """
         unit = self._token_side
         if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
@@ -154,7 +154,7 @@ class VideoRules:
                 f"{MAX_ASPECT_RATIO}"
             )
         rows, columns = round(height / unit), round(width / unit)
-        pixels = num_rounded * rows * columns * unit**2
+        pixels = num_rounded_frames * rows * columns * unit**2
         if pixels > limit:
             scale = math.sqrt(num_frames * height * width / limit)
             rows = max(1, math.floor(height / scale / unit))
@@ -193,8 +193,8 @@ class Qwen3VideoRules(VideoRules):
             scale = max(self._token_side / height, self._token_side / width)
             height, width = int(height * scale), int(width * scale)
         num_frames = max(num_frames, self.temporal_patch)
-        num_rounded = round(num_frames / self.temporal_patch) * self.temporal_patch
-        return self._fit_frame_size(height, width, num_frames, num_rounded, limit)
+        num_rounded_frames = round(num_frames / self.temporal_patch) * self.temporal_patch
+        return self._fit_frame_size(height, width, num_frames, num_rounded_frames, limit)
 
     def _compute_timestamps(
         self, frames: Sequence[int], num_patches: int, count: int, rate: float
