@@ -193,7 +193,7 @@ def describe_devices(case: Case, part: str) -> list[Any]:
     """
     target = case.target
     if target.platform == "tpu":
-        is_local = part in ("decode", "reading") and target.num_processes > 1
+        is_local = part in ("decode", "prefill") and target.num_processes > 1
         name = f"{case.device}:{HOST if is_local else case.slice}"
         return list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
     shape = f"1x{target.num_processes}x{target.num_local}"
@@ -323,7 +323,7 @@ class Step:
                 "optimizer": config.optimizer.num_minibatches,
                 "score": passes * updates,
                 "decode": trajectories / rollout.max_num_seqs * rollout.max_response_tokens / chunk,
-                "reading": (prompts + trajectories * max(num_observation_tokens, 0))
+                "prefill": (prompts + trajectories * max(num_observation_tokens, 0))
                 / (read * sampling),
                 "weights": 1,
             },
@@ -332,7 +332,7 @@ class Step:
                 "optimizer": train.optimizer(),
                 "score": train.scoring(tokens, length),
                 "decode": decoding,
-                "reading": sample.prefill(read, length),
+                "prefill": sample.prefill(read, length),
                 "weights": train.weight_transfer(),
             },
             tokens=trajectories * length,
@@ -344,7 +344,7 @@ class Step:
         return floors.compute_floor_s(self.stages[name], device)
 
 
-PROGRAMS = ("update", "optimizer", "score", "weights", "reading", "decode")
+PROGRAMS = ("update", "optimizer", "score", "weights", "prefill", "decode")
 """Programs of a step; `weights` copies the weights to the sampler."""
 
 
@@ -395,7 +395,7 @@ def format_report(results: Mapping[str, Any]) -> str:
         for item in own:
             part = item["part"]
             # The train state is in memory while the sampler runs, so its figures include it.
-            beside = other_bytes if part in ("decode", "reading") else 0
+            beside = other_bytes if part in ("decode", "prefill") else 0
             planned = memory.planned_bytes(config, model, case.target, part) + beside
             for program, sizes in item["programs"].items():
                 sizes = sizes | {"beside": sizes["beside"] + beside}

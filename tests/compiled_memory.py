@@ -51,7 +51,7 @@ from jaxrl.training.update import ScoreStep, UpdateStep, init_state, make_state_
 from jaxrl.types import Batch
 from tests.programs import make_batch, make_sampler_inputs
 
-PARTS = ("update", "score", "decode", "reading")
+PARTS = ("update", "score", "decode", "prefill")
 
 
 def qwen3(vocab_size: int, width: int, mlp_width: int, num_layers: int, heads: int) -> QwenConfig:
@@ -285,7 +285,7 @@ def sampler_programs(
     scalar = on_all((), jnp.float32)
     return {
         "decode": partial(decode.lower, weights, cache, last, rows, stops, scalar, scalar, FULL),
-        "reading": partial(prefill.lower, weights, cache, blocks),
+        "prefill": partial(prefill.lower, weights, cache, blocks),
     }
 
 
@@ -358,7 +358,7 @@ def programs_of(
     part: str,
 ) -> dict[str, tuple[Any, int]]:
     """Return functions that lower the programs of a part, with bytes besides the arguments."""
-    if part in ("decode", "reading"):
+    if part in ("decode", "prefill"):
         local = list(devices)[: target.num_local]
         return {part: (sampler_programs(config, model, local, target)[part], 0)}
     policy = policy_of(config, model, sharding.make_mesh(**config.mesh, devices=list(devices)))

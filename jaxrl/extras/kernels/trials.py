@@ -128,7 +128,7 @@ def make_paged_trial(
         return out * jnp.sqrt(count)[..., None], (jnp.exp(lse) / count)[..., None]
 
     return Trial(
-        operation="attention of the sampler, " + ("decoding" if num_queries == 1 else "reading"),
+        operation="attention of the sampler, " + ("decoding" if num_queries == 1 else "prefill"),
         names=("outputs", "means of weights"),
         run=run_attention,
         arrays=(q, keys, values, tables, limits),

@@ -343,16 +343,16 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
     keys = (sizes["context"] > 1) * rows * shape.row_tokens * model.num_kv_heads * model.head_dim
     resident = {  # terms of both moments, layers and output
         "weights in the compute dtype": cast + copies * 4 * counts.layers,
-        "activations kept for the backward pass": activations * (itemsize + copies * 2),
+        "saved activations": activations * (itemsize + copies * 2),
     }
     layer_terms = {
-        "a micro-batch's gradients": gradients,
+        "micro-batch gradients": gradients,
         "activations of a layer": inner,
         "int8 weights in the compute dtype": operand_bytes * policy.int8_values_per_layer,
-        "keys and values of whole rows": keys // sizes["tensor"] * (3 * itemsize + 2 * 4),
-        "layers gathered": gathers * 2 * operand_bytes * counts.gathered_layer,
+        "keys and values of complete rows": keys // sizes["tensor"] * (3 * itemsize + 2 * 4),
+        "gathered layers": gathers * 2 * operand_bytes * counts.gathered_layer,
     }
-    output_terms = {"a micro-batch's gradients": is_cpu * gradients, "logits": logits}
+    output_terms = {"micro-batch gradients": is_cpu * gradients, "logits": logits}
 
     # Embedding and output layer, each `table` bytes in float32, and their gradients.
     table, tables = 4 * counts.count_table_params(model), itemsize * counts.tables
@@ -360,36 +360,38 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
         tables = (itemsize + head_itemsize) * counts.count_table_params(model)
     gradient, table_gradients = (0, 0) if policy.has_adapter else (table, 4 * counts.tables)
     is_added = is_tpu and (splits_gradients or not gathers)  # gradients are added in place
-    layer_terms["gradients of tables"] = 0 if is_added else gradient
+    layer_terms["gradients of embedding tables"] = 0 if is_added else gradient
     if is_cpu:
         # CPUs transpose a tied table, and look up bfloat16 tokens in a float32 table.
-        layer_terms["tables"] = (1 + gathers) * table
-        output_terms["tables"] = layer_terms["tables"]
+        layer_terms["embedding tables"] = (1 + gathers) * table
+        output_terms["embedding tables"] = layer_terms["embedding tables"]
         output_terms["logits"] += LOGIT_BLOCKS_BYTES + copies * (head_itemsize < 4) * logits // 2
-        output_terms["gradients of tables"] = (2 + (itemsize < 4)) * gradient
+        output_terms["gradients of embedding tables"] = (2 + (itemsize < 4)) * gradient
         if splits_gradients:
-            output_terms["tables"] = table if copies else tables
-            layer_terms["gradients of tables"] //= sizes["fsdp"] * sizes["context"]
+            output_terms["embedding tables"] = table if copies else tables
+            layer_terms["gradients of embedding tables"] //= sizes["fsdp"] * sizes["context"]
         else:
             has_extra_gradient = copies and (gathers or num_chunks > 1)
-            output_terms["gradients of tables"] = (
+            output_terms["gradients of embedding tables"] = (
                 1 + gathers
             ) * table_gradients + has_extra_gradient * gradient
     else:
-        layer_terms["tables"] = output_terms["tables"] = gathers * tables
+        layer_terms["embedding tables"] = output_terms["embedding tables"] = gathers * tables
         is_shared = count_piece_shards(mesh) > 1
         if is_tpu:
             if itemsize == 4:  # float32 tables are multiplied as bfloat16 copies
-                layer_terms["tables"] = output_terms["tables"] = gathers * table + gradient // 2
+                layer_terms["embedding tables"] = output_terms["embedding tables"] = (
+                    gathers * table + gradient // 2
+                )
             is_summed = is_shared or num_chunks > 1
-            output_terms["gradients of tables"] = gradient if is_summed else gradient // 2
+            output_terms["gradients of embedding tables"] = gradient if is_summed else gradient // 2
             output_terms["logits"] = max(logits, is_shared * gradient)
         else:
-            output_terms["gradients of tables"] = max(
+            output_terms["gradients of embedding tables"] = max(
                 table_gradients, splits_gradients * 2 * gradient
             )
             output_terms["logits"] = min(num_chunks, 2) * logits
-    moments = {"layers": layer_terms, "output": output_terms}
+    moments = {"layers": layer_terms, "output layer": output_terms}
 
     # Images: patches and the activations of the vision tower.
     if tower := shape.tower:
@@ -403,13 +405,13 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
         saved = terms.saved_activations.get(remat, 0)
         values += trains * tower.num_layers * patches * (tower.width + saved)
         moments["images"] = {
-            "a micro-batch's gradients": trains * gradients,
+            "micro-batch gradients": trains * gradients,
             "activations of patches": patches
             * operand_bytes
             * (terms.activations if trains else terms.prefill_activations),
             "attention scores of patches": 4 * (2 + trains) * tower.count_attention_scores(patches),
         }
-        resident["images, kept for the backward pass"] = values * (itemsize + copies * 2)
+        resident["saved image activations"] = values * (itemsize + copies * 2)
     phase = _make_phase(f"{stage} update", persistent, moments, resident)
     if section.offload:
         offloaded_bytes = _count_moment_bytes(policy, section)
@@ -500,11 +502,11 @@ def _plan_sampling(config: ResolvedConfig, model: Architecture, target: Target) 
     read_heads = (model.num_heads + 2 * model.num_kv_heads) // mesh.shape["tensor"]
     kernels = model.num_layers * model.width * read_heads * model.head_dim
     decode = {
-        "rows' past": rows * past * cache.page_bytes,
-        "the chunk's keys and values": 2 * rows * config.rollout.chunk_tokens * token_bytes,
+        "gathered KV cache": rows * past * cache.page_bytes,
+        "keys and values of the chunk": 2 * rows * config.rollout.chunk_tokens * token_bytes,
         "logits": 3 * rows * _compute_shard_size(model.vocab_size, mesh.shape["tensor"]) * 4,
         # The TPU compiler transposes them.
-        "kernels of attention": (target.platform == "tpu") * kernels * itemsize,
+        "transposed attention weights": (target.platform == "tpu") * kernels * itemsize,
     }
 
     # Prefill of prompts and observations, with the keys and values of a step over pages.
@@ -523,7 +525,9 @@ def _plan_sampling(config: ResolvedConfig, model: Architecture, target: Target) 
     }
     # CPUs transpose the kernels of a layer, but not beside a loop over blocks of recurrent layers.
     if is_cpu and not copies and not model.num_recurrent_layers:
-        prefill["kernels of a layer"] = itemsize * counts.decode_layers // model.num_layers
+        prefill["transposed weights of a layer"] = (
+            itemsize * counts.decode_layers // model.num_layers
+        )
     if is_cpu and itemsize < 4:
         # Decoding keeps float32 copies of the cache and the weights during a chunk; prefill copies
         # half of the layers at a time. For a single row, every JAX version makes these copies.
@@ -533,14 +537,14 @@ def _plan_sampling(config: ResolvedConfig, model: Architecture, target: Target) 
             decode["float32 copies"] = cached + 4 * weights
         if copies:
             prefill["float32 copies"] = cached + 2 * counts.decode_layers
-    moments = {"decode": decode, "reading": prefill}
+    moments = {"decode": decode, "prefill": prefill}
     for moment in moments.values():  # two layers at a time
         int8_values_per_layer = _count_policy_weights(config, model, mesh).int8_values_per_layer
         moment["int8 weights in the compute dtype"] = 2 * operand_bytes * int8_values_per_layer
 
     if tower := model.tower:
         patches = config.max_image_tokens * tower.num_patches_per_token
-        prefill["images, added in first layers"] = (
+        prefill["DeepStack features"] = (
             prefill_tokens * tower.num_deepstack_layers * model.width * itemsize
         )
         moments["images"] = {
@@ -552,7 +556,7 @@ def _plan_sampling(config: ResolvedConfig, model: Architecture, target: Target) 
         }
         for moment in moments.values():
             values = config.max_image_tokens * (1 + tower.num_deepstack_layers) * model.width
-            moment["images, seen last"] = values * itemsize
+            moment["image embeddings"] = values * itemsize
     is_separate = config.mesh.rollout_devices or _frees_params(config)
     persistent = {} if is_separate else _count_state_bytes(config, model, mesh, "train")
     persistent["decode weights"] = _count_decode_weight_bytes(config, model, target)
@@ -562,7 +566,7 @@ def _plan_sampling(config: ResolvedConfig, model: Architecture, target: Target) 
         row_state_bytes = (
             cache.row_state_bytes + cache.row_state_bytes // model.num_recurrent_layers
         )
-        decode["rows' states"] = rows * row_state_bytes
+        decode["copies of recurrent states"] = rows * row_state_bytes
     resident, searching = _count_search_bytes(config, target)
     return _make_phase("rollout", persistent | resident | searching, moments)
 
@@ -608,7 +612,7 @@ def _estimate_weight_sync_memory(
                     parameter = num_copies * 4 * size
                     moment = {"decode weights so far": done_size, "one parameter": parameter}
             done_bytes += decode_sizes[path]
-    return Phase(name=WEIGHTS_PHASE, persistent=persistent, moments={"handing over": moment})
+    return Phase(name=WEIGHTS_PHASE, persistent=persistent, moments={"copying": moment})
 
 
 def _plan_checkpoint(
@@ -810,7 +814,7 @@ def _describe_shapes(config: ResolvedConfig, model: Architecture, target: Target
         shapes["rollout"] = (
             f"decode {rollout.chunk_tokens} steps of up to {rollout.max_num_seqs} rows over up to "
             f"{config.context_tokens} tokens; prefill up to {prefill_tokens} tokens on a device; "
-            f"cache {count_cache_pages(config, model, target)} pages x "
+            f"cache {count_cache_pages(config, model, target)} blocks x "
             f"{get_page_size(config, model, target)} tokens on a device"
         )
     return shapes

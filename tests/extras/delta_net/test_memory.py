@@ -12,7 +12,7 @@ from tests import compiled_memory as programs
 def test_four_layers_on_one_device():
     target = memory.Target(platform="cpu", num_devices=1, memory_bytes=80 * GIB)
     config, model = programs.small_run(1, 1, 1), programs.MODELS["hybrid-tiny"]
-    parts = ("update", "decode", "reading")
+    parts = ("update", "decode", "prefill")
     sizes = programs.compare(config, model, target, jax.devices()[:1], parts)
     for part, (planned, compiled) in sizes.items():
         assert compiled <= planned <= 1.15 * compiled, part

@@ -32,8 +32,9 @@ def test_patches_of_a_micro_batch_and_of_what_is_read():
     fewer = phases(**tools, **{"rollout.max_image_tokens": 25})["train update"].moments["images"]
     terms = update.moments["images"]
     assert terms["activations of patches"] == 2 * fewer["activations of patches"] > 0
-    kept = "images, kept for the backward pass"
-    assert terms[kept] == 4 * 2 * 50 * 4 * 16 * 2  # layers, rows, units, patches, width, bfloat16
+    assert (
+        terms["saved image activations"] == 4 * 2 * 50 * 4 * 16 * 2
+    )  # layers, rows, units, patches, width, bfloat16
     reading = phases(**tools)["rollout"].moments["images"]
     assert reading["patches"] == 4 * 256 * 4 * (24 + 4)
     # Without tools images stand in prompts alone.
@@ -50,6 +51,6 @@ def test_a_hybrid_keeps_states_beside_images():
 
 def test_a_frozen_tower_keeps_nothing():
     frozen = phases(**{"model.freeze_tower": True})["train update"].moments["images"]
-    assert "images, kept for the backward pass" not in frozen
+    assert "saved image activations" not in frozen
     trained = phases()["train update"].moments["images"]
     assert frozen["activations of patches"] < trained["activations of patches"]

@@ -114,7 +114,7 @@ class TestByHand:
         # The three kernels of the MLP are the largest: all are cast while the third is there.
         kernel = 28 * 3584 * 18_944
         assert not plan.phases[1].persistent
-        assert plan.phases[1].moments["handing over"] == {
+        assert plan.phases[1].moments["copying"] == {
             "decode weights so far": 3 * 2 * kernel,
             "one parameter": 4 * kernel,
         }
@@ -139,10 +139,10 @@ class TestByHand:
     ):
         target = memory.Target(platform=platform, num_devices=devices, memory_bytes=80 * GIB)
         config = large_run(fsdp=devices, **{"optimizer.micro_rows": devices})
-        terms = train_phase(config, target=target).moments["output"]
+        terms = train_phase(config, target=target).moments["output layer"]
         table, chunk = 4 * 152_064 * 3584, 4 * (2048 // devices) * 152_064
-        assert terms["gradients of tables"] == pytest.approx(gradients * table, rel=1e-3)
-        assert terms.get("tables", 0) == pytest.approx(tables * table, rel=1e-3)
+        assert terms["gradients of embedding tables"] == pytest.approx(gradients * table, rel=1e-3)
+        assert terms.get("embedding tables", 0) == pytest.approx(tables * table, rel=1e-3)
         blocks = 2 * 2**21 if platform == "cpu" else 0
         assert terms["logits"] == logits * chunk + blocks
 
@@ -152,9 +152,9 @@ class TestByHand:
         assert peak() < peak(fsdp=4)
         assert peak() < peak(**{"optimizer.micro_rows": 16})
         layers = lambda remat: train_phase(large_run(**{"model.remat": remat})).moments["layers"]  # noqa: E731
-        kept = "activations kept for the backward pass"
+        name = "saved activations"
         # Of 28 layers as wide as attention's result, two are on their way.
-        assert layers("offload")[kept] == pytest.approx(2 * 2 / 28 * layers("full")[kept], rel=0.01)
+        assert layers("offload")[name] == pytest.approx(2 * 2 / 28 * layers("full")[name], rel=0.01)
 
     def test_context_splits_rows_and_weights(self):
         whole = train_phase(large_run(fsdp=8, **{"optimizer.micro_rows": 8}))
@@ -163,13 +163,13 @@ class TestByHand:
         assert split.persistent["parameters"] == whole.persistent["parameters"]
         assert split.persistent["optimizer state"] == whole.persistent["optimizer state"]
         of_whole, of_split = whole.moments["layers"], split.moments["layers"]
-        for name in ("activations kept for the backward pass", "activations of a layer"):
+        for name in ("saved activations", "activations of a layer"):
             assert of_whole[name] == 4 * of_split[name]
-        assert of_whole["layers gathered"] == of_split["layers gathered"]
+        assert of_whole["gathered layers"] == of_split["gathered layers"]
         # One row, 4 heads of 128, in bfloat16: both gathered, one turned, gradients in float32.
         tokens = default_config().rollout.max_total_tokens
-        assert of_split["keys and values of whole rows"] == tokens * 4 * 128 * (3 * 2 + 2 * 4)
-        assert "keys and values of whole rows" not in of_whole
+        assert of_split["keys and values of complete rows"] == tokens * 4 * 128 * (3 * 2 + 2 * 4)
+        assert "keys and values of complete rows" not in of_whole
         assert split.peak_bytes < whole.peak_bytes
 
 
@@ -265,7 +265,7 @@ def test_devices_that_only_sample_hold_the_sampler_alone():
     assert {*sampler.persistent} == {"decode weights", "KV cache"}
     # A copy of all weights lies beside the state while they are handed over.
     weights = {"decode weights": sampler.persistent["decode weights"]}
-    assert moved.moments == {"handing over": weights}
+    assert moved.moments == {"copying": weights}
     assert moved.persistent["optimizer state"] == update.persistent["optimizer state"]
 
 
