@@ -529,7 +529,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     write_model(args.out / "model", tokenizer, seed=args.seed)
     quickstart.write_files(args.out, files)
     chats = [quickstart.render_chat(chat, SEARCH_R1) for chat in files["demonstrations"]]
-    quickstart.print_lengths(tokenizer, {"demonstrations, but for images": chats[:2000]})
+    quickstart.print_lengths(tokenizer, {"demonstrations, text": chats[:2000]})
     right = np.mean([chat["metadata"]["is_correct"] for chat in files["demonstrations"]])
     print(f"\n{right:.1%} of the demonstrations are right")
     print(f"wrote {args.out}: " + ", ".join(f"{len(files[name])} {name}" for name in files))

@@ -15,8 +15,8 @@ SUITE_LABELS = {
     "sampled": "sampled",
     "greedy": "greedy",
     "empty_search": "search finds nothing",
-    "random_search": "search finds anything",
-    "blank_images": "images show nothing",
+    "random_search": "search returns random documents",
+    "blank_images": "images are blank",
 }
 """Labels of evaluation suites, in display order. All after `greedy` are controls."""
 

@@ -104,7 +104,7 @@ def explain_no_learning(
         rewards = [t.reward for t in scored]
         spread = f"{min(rewards):.3g}"
         spread += f" to {max(rewards):.3g}" if min(rewards) != max(rewards) else ""
-        return f"no trajectory had a signal: all compared values were equal (rewards {spread})"
+        return f"every advantage was 0, since all compared values were equal (rewards {spread})"
     if not update_metrics:
         return "no trajectory has a loss (config.filter.trajectories excludes all of them)"
     if all(m["skipped"].value for m in update_metrics):

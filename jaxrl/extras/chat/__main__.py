@@ -48,32 +48,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="jaxrl chat", description="Chat with the trained model of a run."
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run's workdir")
+    parser.add_argument("run", type=Path, metavar="RUN", help="workdir of the run")
     parser.add_argument(
         "questions",
         nargs="*",
         metavar="question",
-        help="separate questions; default: lines that are typed or piped in, as a conversation",
+        help="separate questions; default: a conversation, one question per line of standard input",
     )
     parser.add_argument(
         "--image",
         action="append",
         default=[],
         metavar="FILE",
-        help="shown with each question, at its mark <image> or before it; may be repeated",
+        help="image for each question, at its <image> placeholder or before it; repeatable",
     )
     parser.add_argument(
         "--video",
         action="append",
         default=[],
         metavar="FILE",
-        help="shown with each question, at its mark <video> or before it; may be repeated",
+        help="video for each question, at its <video> placeholder or before it; repeatable",
     )
     parser.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
-    parser.add_argument("--model", metavar="DIR", help="default: what RUN trained")
-    parser.add_argument(
-        "--step", type=int, metavar="N", help="checkpoint of RUN; default: the last"
-    )
+    parser.add_argument("--model", metavar="DIR", help="model folder; default: the run's model")
+    parser.add_argument("--step", type=int, metavar="N", help="checkpoint; default: the newest")
     parser.add_argument(
         "--environment", default="", metavar="NAME", help="needed if RUN has several"
     )
@@ -128,7 +126,7 @@ def answer_questions(
         for option, picture in [*pictures, *(("video", Video(path=file)) for file in videos)]:
             if components.processor is None:
                 raise ValueError(
-                    f"--{option}={picture.path}: the model reads text alone; leave it out."
+                    f"--{option}={picture.path}: the model accepts only text; remove the flag."
                 )
             components.processor.count_tokens(picture)
         conversation = Conversation(components, config, arguments.temperature)
@@ -144,8 +142,8 @@ def answer_questions(
                 continue
             if num_dropped:
                 display.log(
-                    f"the first {num_dropped} of the earlier questions no longer fit "
-                    "(config.rollout.max_total_tokens) and are left out"
+                    f"dropped the {num_dropped} oldest questions, which no longer fit "
+                    "(config.rollout.max_total_tokens)"
                 )
             print_trajectory(trajectory, display.console)
     return num_failed
@@ -158,7 +156,9 @@ def read_lines(lines: Iterable[str]) -> Iterator[str]:
         sys.stdin.reconfigure(errors="replace")  # a bad byte must not end the chat
     if is_terminal:
         print(
-            "One question per line. An empty line starts over, Ctrl-D ends.\n> ", end="", flush=True
+            "One question per line. An empty line starts a new conversation; Ctrl-D exits.\n> ",
+            end="",
+            flush=True,
         )
     for text in lines:
         yield text.strip()

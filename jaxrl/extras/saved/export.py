@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="workdir of the run")
     parser.add_argument("--step", type=int, metavar="N", help="checkpoint; default: the newest")
     parser.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="default: RUN/steps/N, with the step N"
+        "--out", type=Path, metavar="FOLDER", help="default: RUN/steps/N for step N"
     )
     arguments = parser.parse_args(argv)
     display = Display()

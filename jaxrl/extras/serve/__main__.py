@@ -37,15 +37,15 @@ PORT = 8790
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `jaxrl serve`; report errors in one line."""
     parser = argparse.ArgumentParser(
-        prog="jaxrl serve", description="Serve the model of a run, of a folder or on the Hub."
+        prog="jaxrl serve", description="Serve the model of a run, a model folder or a Hub model."
     )
     add = parser.add_argument
     add("path", metavar="RUN_OR_MODEL", help="a workdir, a model folder, or hf://org/name")
     add("--host", default="127.0.0.1", help="default: this machine only")
-    add("--port", type=int, default=PORT, metavar="N", help=f"default: {PORT}; 0: any free one")
-    add("--key_env", default="", metavar="NAME", help="environment variable with the clients' key")
-    add("--model", metavar="DIR", help="default: what RUN trained")
-    add("--step", type=int, metavar="N", help="checkpoint of the run; default: the last")
+    add("--port", type=int, default=PORT, metavar="N", help=f"default: {PORT}; 0: any free port")
+    add("--key_env", default="", metavar="NAME", help="environment variable with the API key")
+    add("--model", metavar="DIR", help="model folder; default: the run's model")
+    add("--step", type=int, metavar="N", help="checkpoint of the run; default: the newest")
     add("--name", default="", help="model name; default: the last part of its path")
     add("--environment", default="", metavar="NAME", help="needed if RUN has several")
     add("--rows", type=int, default=16, metavar="N", help="concurrent completions; default: 16")
@@ -88,7 +88,9 @@ def serve(arguments: argparse.Namespace, overrides: Sequence[str], display: Disp
             raise ValueError(f"--{name}={getattr(arguments, name)}; expected a positive number.")
     key = os.environ.get(arguments.key_env, "").strip()
     if arguments.key_env and not (key and key.isascii()):
-        raise ValueError(f"--key_env={arguments.key_env} is not set; expected an ASCII key there.")
+        raise ValueError(
+            f"--key_env={arguments.key_env} names a variable without an ASCII key; set it."
+        )
     try:
         from jaxrl.extras.serve.server import Endpoint, Server, bind_port
     except ImportError as error:
@@ -126,13 +128,13 @@ def serve(arguments: argparse.Namespace, overrides: Sequence[str], display: Disp
         server = Server(endpoint, arguments.host, listener)
         # Serve until a signal arrives or a thread dies; then wait for running completions.
         with watch_stop_signals() as should_stop:
-            print(f"{server.address}/v1 answers as {loaded.name} (end with Ctrl-C)", flush=True)
+            print(f"serving {loaded.name} at {server.address}/v1 (Ctrl-C to stop)", flush=True)
             while server.is_alive and not should_stop():
                 time.sleep(0.1)
             has_failed = not server.is_alive
             is_done = server.shutdown(arguments.end_s)
     if not is_done:
-        text = f"completions were cancelled after {arguments.end_s:g} s"
+        text = f"running completions were canceled after {arguments.end_s:g} s"
         print(text, file=sys.stderr, flush=True)
     if has_failed:
         raise OSError("the server failed, see the error above; start it again.")

@@ -39,7 +39,7 @@ from jaxrl.extras.serve.worker import (
 
 ABORT_ERRORS: Mapping[str, tuple[int, str]] = {
     TIMED_OUT: (504, "the completion exceeded its deadline; raise --deadline_s."),
-    CANCELLED: (503, "the completion was cancelled: the server is shutting down."),
+    CANCELLED: (503, "the completion was canceled: the server is shutting down."),
     FAILED: (500, "the engine failed; see the server's log."),
 }
 """HTTP status and message of incomplete completions, by finish reason."""

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         else "Show runs in a browser on this machine, live.",
     )
     add = parser.add_argument
-    add("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
+    add("runs", nargs="+", type=Path, metavar="RUN", help="workdir of a run")
     add("--static", action="store_true", help=argparse.SUPPRESS)
     if is_report:
         add("--out", type=Path, metavar="FILE", help="default: RUN/report.html")

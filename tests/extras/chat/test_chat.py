@@ -212,7 +212,7 @@ def test_mistakes_are_one_line(run, tmp_path, tiny_world):
     assert wrong_value.startswith("error: config.eval.top_p is 3.0; expected")
     message = get_error(run, "?", f"--model={model}", "--image=a.png")
     assert message == (
-        f"error: --image={Path('a.png').absolute()}: the model reads text alone; leave it out."
+        f"error: --image={Path('a.png').absolute()}: the model accepts only text; remove the flag."
     )
 
 

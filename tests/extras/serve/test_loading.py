@@ -47,7 +47,7 @@ def test_the_command_samples_as_chat_does_until_a_signal(run, quick_compilation)
         env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
-        address = r"http://127\.0\.0\.1:(\d+)/v1 answers as ada"
+        address = r"serving ada at http://127\.0\.0\.1:(\d+)/v1"
         match = next(filter(None, (re.match(address, line) for line in process.stdout)), None)
         assert match, process.stderr.read()
         client = Client(int(match[1]))
