@@ -7,8 +7,8 @@ stored at the token's key toward the token's value, and reads the state at the t
     S = S + beta k (v - S^T k)^T
     out = S^T q
 
-Everything is computed in float32, with matmuls in full precision: errors of the state would add up
-over the tokens, and the sampler's steps must agree with the trainer's chunks.
+Everything is computed in float32, with matmuls in full precision: rounding errors in the state
+would add up over the tokens, and the sampler's steps must agree with the trainer's chunks.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ def delta_rule(
     # Decay since the start of the chunk.
     state_decay = jnp.exp(jnp.where(from_state, jnp.cumsum(log_decay, axis=-1), -jnp.inf))
 
-    # The change that each token makes to the state depends on those of the tokens before it. This
-    # is a triangular system; its inverse gives the changes for a state of zeros, and the part that
-    # depends on the state.
+    # The change that each token makes to the state depends on the changes of earlier tokens. Solve
+    # this triangular system for the changes from a state of zeros, and for their dependence on the
+    # state.
     overlap = beta[..., None] * decay * _einsum("bntk,bnsk->bnts", k, k)
     system = jnp.where(is_after, overlap, 0.0) + jnp.eye(C)
     targets = jnp.concatenate([v, state_decay[..., None] * k], axis=-1) * beta[..., None]
@@ -101,7 +101,7 @@ def invert_unit_triangular(matrix: Float[Array, "... C C"]) -> Float[Array, "...
         corners = select_corners(size)
         inverse = inverse - _einsum("...ij,...jk,...kl->...il", inverse, corners, inverse)
         size *= 2
-    # A Newton step leaves the inverse as it is, and gives it the derivative.
+    # A Newton step does not change the exact inverse, but makes it differentiable.
     return 2 * inverse - _einsum("...ij,...jk,...kl->...il", inverse, matrix, inverse)
 
 

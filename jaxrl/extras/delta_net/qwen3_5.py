@@ -50,7 +50,8 @@ from jaxrl.types import Params
 from jaxrl.utils.json_io import drop_nulls
 
 MODEL_TYPES = ("qwen3_5", "qwen3_5_text")
-"""`model_type` of a model with a vision tower, which is not used, and of a text model."""
+"""`model_type` of a model with a vision tower, of which only the text part is used, and of a text
+model."""
 
 NORM_EPSILON = 1e-6
 """Added to the squared length of queries and keys."""
@@ -123,7 +124,7 @@ class Qwen35Config(QwenConfig):
         key_dim: Size of a key head, K.
         value_dim: Size of a value head, V.
         conv_width: Number of tokens in the window of the convolution, W.
-        has_tower: True if the checkpoint contains a vision tower. The tower is not used.
+        has_tower: True if the checkpoint contains a vision tower, which this class ignores.
     """
 
     attention_layers: tuple[int, ...]
@@ -159,7 +160,7 @@ class Qwen35Config(QwenConfig):
             read_positive_int(fields, "full_attention_interval", source)
         fields = drop_nulls(fill_hf_defaults(fields, "qwen3_5_text", source=source))
 
-        # The decoder is Qwen3's, but for rotary embeddings of part of a head.
+        # The decoder is Qwen3's, except that rotary embeddings rotate only part of a head.
         rope_name = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
         rope = dict(fields.get(rope_name) or {})
         for name in ("mrope_section", "mrope_interleaved"):  # equal positions in a text
@@ -187,7 +188,8 @@ class Qwen35Config(QwenConfig):
             raise ValueError(
                 f"{source}: 'linear_num_key_heads' is {num_key_heads}, 'linear_num_value_heads' "
                 f"{num_value_heads} and 'partial_rotary_factor' {fraction!r:.80}; expected a "
-                "divisor, a multiple, and a fraction that gives an even part of a head."
+                "number of value heads that is a multiple of the number of key heads, and a factor "
+                f"that rotates an even number of the {dense.head_dim} dimensions of a head."
             )
         return cls(
             **vars(dense),

@@ -17,7 +17,7 @@ DENSE_TYPES = {"qwen3_5_moe": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_text"}
 """`model_type` of the dense model, by that of the mixture of experts."""
 
 IMPLICIT_FIELDS = {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
-"""Fields of other mixtures that are constant in Qwen3.5."""
+"""Fields that other mixtures state in `config.json`; constant in Qwen3.5."""
 
 
 @dataclass(frozen=True, kw_only=True)

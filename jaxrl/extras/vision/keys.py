@@ -11,10 +11,10 @@ KEYS = {
     "images.fps": Key(0.0, "Frames per second sampled from a video. 0: the model's.", at_least=0),
     "images.min_frames": Key(0, "Minimum sampled frames. 0: the model's.", at_least=0),
     "images.max_frames": Key(0, "Maximum sampled frames. 0: the model's.", at_least=0),
-    "images.min_video_pixels": Key(0, "Minimum pixels per frame (Qwen3-VL: per video). 0: the "
-        "model's.", at_least=0),
-    "images.max_video_pixels": Key(0, "Maximum pixels per frame (Qwen3-VL: per video). 0: the "
-        "model's.", at_least=0),
+    "images.min_video_pixels": Key(0, "Minimum pixels per frame (Qwen3-VL, Qwen3.5: per video). 0: "
+        "the model's.", at_least=0),
+    "images.max_video_pixels": Key(0, "Maximum pixels per frame (Qwen3-VL, Qwen3.5: per video). 0: "
+        "the model's.", at_least=0),
     "images.cache_mib": Key(256.0, "MiB of preprocessed images kept in memory; the least "
         "recently used are evicted.", at_least=0, restart=FREE),
 }

@@ -61,5 +61,5 @@ def add_tower(text_class: type[QwenConfig], model_type: str) -> type[Qwen35VLCon
         "hf_class": HF_CLASSES[model_type],
         "text_class": text_class,
     }
-    joined = type(f"Vision{text_class.__name__}", (Qwen35VLConfig, text_class), members)
-    return dataclass(frozen=True, kw_only=True)(joined)
+    config_class = type(f"Vision{text_class.__name__}", (Qwen35VLConfig, text_class), members)
+    return dataclass(frozen=True, kw_only=True)(config_class)

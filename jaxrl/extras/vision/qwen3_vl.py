@@ -160,8 +160,8 @@ class Qwen3Vision(VisionTower):
         coords = [np.zeros((0, 4), np.int32)]
         for number, image in enumerate(images, start=1):
             (_, h, w), count = image.grid, image.num_patches
-            same = np.broadcast_to(np.array([number, h, w], np.int32), (count, 3))
-            coords.append(np.column_stack([same, np.arange(count, dtype=np.int32)]))
+            image_coords = np.broadcast_to(np.array([number, h, w], np.int32), (count, 3))
+            coords.append(np.column_stack([image_coords, np.arange(count, dtype=np.int32)]))
             patches.append(image.patches)
         ends = np.cumsum([image.num_patches // self.num_patches_per_token for image in images])
         units = np.split(np.arange(ends[-1], dtype=np.int32), ends[:-1]) if images else []

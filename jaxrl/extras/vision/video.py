@@ -2,6 +2,7 @@
 
 A video becomes an image with several temporal patches, each of `temporal_patch` frames. The rules
 are those of the video processors of Qwen2-VL, Qwen2.5-VL and Qwen3-VL in transformers 5.24.
+Qwen3.5 uses those of Qwen3-VL.
 """
 
 from __future__ import annotations
@@ -145,7 +146,8 @@ class VideoRules:
     ) -> tuple[int, int]:
         """Round a frame's size to whole tokens, with `min_pixels` to `limit` pixels in all frames.
 
-        `num_rounded_frames` is the number of frames whose pixels are compared with the limits.
+        The limits apply to `num_rounded_frames`: in Qwen3-VL, `num_frames` rounded to whole
+        temporal patches.
         """
         unit = self._token_side
         if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
