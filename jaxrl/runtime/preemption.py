@@ -86,10 +86,10 @@ def watch_stop_signals(
                 _write_stderr(f"{name}: {NOTHING_TO_SAVE}")
                 os._exit(EXIT_INTERRUPTED)
             stop_requested.set()
-            # Unlike a signal handler, this thread may wait for another print to finish.
-            print(
-                f"{name}: stopping; send it again to exit immediately", file=sys.stderr, flush=True
-            )
+            # Unlike a signal handler, this thread may wait for another print to finish. `print`
+            # would write the newline separately, after lines of other threads.
+            sys.stderr.write(f"{name}: stopping; send it again to exit immediately\n")
+            sys.stderr.flush()
 
     old_handlers = {number: signal.signal(number, lambda *_: None) for number in numbers}
     wakeup = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)

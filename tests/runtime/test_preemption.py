@@ -1,11 +1,20 @@
 """The best evaluation so far, and what signals do to a run."""
 
+import contextlib
+import io
 import math
+import os
 import signal
 import subprocess
 import sys
+import time
 
-from jaxrl.runtime.preemption import EXIT_INTERRUPTED, BestEvaluation, update_best
+from jaxrl.runtime.preemption import (
+    EXIT_INTERRUPTED,
+    BestEvaluation,
+    update_best,
+    watch_stop_signals,
+)
 
 
 def test_best_and_patience_by_hand():
@@ -65,6 +74,20 @@ def test_the_first_signal_asks_to_stop():
     output, errors = process.communicate(timeout=30)
     assert (process.returncode, output) == (0, "stopped\n")
     assert errors == "SIGTERM: stopping; send it again to exit immediately\n"
+
+
+def test_output_of_another_thread_does_not_split_the_message():
+    class Stream(io.StringIO):
+        def write(self, text):
+            return super().write(f"{text}saved\n")
+
+    with contextlib.redirect_stderr(Stream()) as errors, watch_stop_signals():
+        os.kill(os.getpid(), signal.SIGTERM)
+        deadline = time.monotonic() + 30
+        while errors.getvalue().count("\n") < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    expected = ["SIGTERM: stopping; send it again to exit immediately", "saved"]
+    assert errors.getvalue().splitlines() == expected
 
 
 def test_the_second_signal_exits_even_in_native_code():
