@@ -352,7 +352,9 @@ def prepare_run(
     notes: list[str] = []
     if record is not None:
         # With --step the run itself stays unchanged.
-        prefix = f"changed after step {record.step}" if step is None else "differs from the run"
+        prefix = (
+            f"changed since checkpoint {record.step}" if step is None else "differs from the run"
+        )
         notes += [*record.warnings, *(f"{prefix}: {change}" for change in changes)]
     halves_micro_rows = config.optimizer.micro_rows == 0  # replaced by the next line
     notes += _fit_memory(config, workdir, ignore_memory_plan=ignore_memory_plan)
