@@ -22,8 +22,8 @@ from jaxrl.extras.chat import __main__ as chat
 from jaxrl.extras.vision.qwen2_vl import Qwen2Vision, Qwen2VLConfig
 from jaxrl.extras.vision.qwen3_5 import Qwen35Vision
 from jaxrl.extras.vision.qwen3_vl import Qwen3Vision, Qwen3VLConfig
+from jaxrl.extras.vision.qwen_vision import QwenVision
 from jaxrl.extras.vision.qwen_vl import QwenVLConfig
-from jaxrl.extras.vision.vision import QwenVision
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf, save_hf
 from jaxrl.models.registry import resolve_architecture
@@ -272,7 +272,9 @@ def test_qwen3_learns_from_demonstrations_and_rewards_and_resumes_bit_for_bit(
     assert_a_kill_changes_nothing(workdir, config, after=13)
 
 
-@pytest.mark.slow(instead="extras/vision/test_vision.py::test_gradients_are_those_of_the_reference")
+@pytest.mark.slow(
+    instead="extras/vision/test_qwen_vision.py::test_gradients_are_those_of_the_reference"
+)
 @pytest.mark.parametrize("family", OTHER_FAMILIES)
 def test_a_family_trains_its_tower_and_samples_as_it_trains(family, tmp_path):
     world = make_world(tmp_path / "world", OTHER_FAMILIES[family]())

@@ -1,4 +1,4 @@
-"""Writes the reference models of `tests/extras/vision/test_vision.py`; run with torch installed.
+"""Writes the reference models of `tests/extras/vision/test_qwen_vision.py`; run with torch.
 
     python tests/golden/make_vision.py
 

@@ -75,8 +75,8 @@ def delta_rule(
     scores = decay * _einsum("bntk,bnsk->bnts", q, k)
     out = _einsum("bnts,bnsv->bntv", scores, changes)
     out = out + _einsum("bntk,bnkv->bntv", state_decay[..., None] * q, state)
-    added = _einsum("bnsk,bnsv->bnkv", decay[..., -1, :, None] * k, changes)
-    return out.swapaxes(1, 2), state_decay[..., -1, None, None] * state + added
+    update = _einsum("bnsk,bnsv->bnkv", decay[..., -1, :, None] * k, changes)
+    return out.swapaxes(1, 2), state_decay[..., -1, None, None] * state + update
 
 
 def invert_unit_triangular(matrix: Float[Array, "... C C"]) -> Float[Array, "... C C"]:

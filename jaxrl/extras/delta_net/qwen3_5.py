@@ -359,7 +359,7 @@ class Qwen35Config(QwenConfig):
             state: State, inputs: Any, starts: Int[Array, "b C"], counts: Int[Array, " b"]
         ) -> tuple[jax.Array, dict[str, jax.Array]]:
             # Convolve each channel over the last tokens of the context.
-            mixed, new_state, first = {}, {}, 0
+            convolved, new_state, first = {}, {}, 0
             for name, (heads, size) in sizes.items():
                 channels = slice(first, first := first + heads * size)
                 values = inputs["qkv"][..., channels].astype(jnp.float32)
@@ -367,17 +367,17 @@ class Qwen35Config(QwenConfig):
                 taps = kernel[:, channels].astype(jnp.float32).reshape(-1, heads, size)
                 window = state[f"{name}_window"].swapaxes(1, 2)
                 out, window = causal_conv(values, window, taps, starts, counts)
-                mixed[name] = jax.nn.silu(out)
+                convolved[name] = jax.nn.silu(out)
                 new_state[f"{name}_window"] = window.swapaxes(1, 2)
 
-            q, k = (_normalize_l2(mixed[name]) for name in "qk")
+            q, k = (_normalize_l2(convolved[name]) for name in "qk")
             q, k = (jnp.repeat(x, repeats, axis=2) for x in (q * self.key_dim**-0.5, k))
             is_token = (jnp.arange(starts.shape[1]) < counts[:, None])[..., None]
             log_decay, beta = (
                 jnp.where(is_token, inputs[name], 0.0) for name in ("log_decay", "beta")
             )
             out, new_state["memory"] = delta_rule(
-                state["memory"], q, k, mixed["v"], log_decay, beta, starts
+                state["memory"], q, k, convolved["v"], log_decay, beta, starts
             )
             return out, new_state
 

@@ -1,4 +1,4 @@
-"""Qwen3-Next: Qwen3.5 with experts, with fused projections in its delta nets.
+"""Qwen3-Next: like Qwen3.5 with experts, but with fused projections in delta nets.
 
 The parameter tree is that of `qwen3_5_moe`, except that a delta net with N value heads and G key
 heads has two projections. Their outputs are grouped by key head:

@@ -157,8 +157,8 @@ class HFImageProcessor:
         return image.num_patches // self.num_patches_per_token
 
     def _count_video_tokens(self, num_patches: int, times: tuple[float, ...]) -> VideoTokens:
-        written = times if self.video_rules.writes_times else ()
-        return VideoTokens(num_patches // self.num_patches_per_token, written)
+        prompt_times = times if self.video_rules.writes_times else ()
+        return VideoTokens(num_patches // self.num_patches_per_token, prompt_times)
 
     def make_blank_processor(self) -> BlankProcessor:
         """Return a processor that replaces images with blank images."""

@@ -134,7 +134,7 @@ class Qwen3Vision(VisionTower):
         return len(self.deepstack_layers)
 
     def estimate_layer_memory(self) -> MemoryTerms:
-        """Estimate the memory of attention and the MLP, neither split across devices."""
+        """Estimate the memory of attention and the MLP, as if neither were split."""
         products = 4 * self.width + self.mlp_width  # all matmuls except the last
         return MemoryTerms(
             activations=4 * self.mlp_width + 22 * self.width,

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxrl.extras.vision.qwen_vision import QwenVision
 from jaxrl.extras.vision.tower import VisionTower
-from jaxrl.extras.vision.vision import QwenVision
 from jaxrl.models.architecture import Attend
 from jaxrl.models.attachments import POSITIONS, UNITS
 from jaxrl.models.attention import reference

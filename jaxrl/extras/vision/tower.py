@@ -1,7 +1,7 @@
 """Common parts of Qwen's vision towers: image tokens, attention and config parsing.
 
 A tower encodes patches of images into embeddings of image tokens. Its parameter tree contains
-`patch`, stacked `blocks` and `merger`. `vision.py` defines the tower of Qwen2.5-VL, and
+`patch`, stacked `blocks` and `merger`. `qwen_vision.py` defines the tower of Qwen2.5-VL, and
 `qwen3_vl.py` defines that of Qwen3-VL, the base class of the others.
 """
 
@@ -197,12 +197,15 @@ class VisionTower(Tower):
             )
         token_runs = np.split(indices, np.cumsum(counts)[:-1]) if counts else []
         for image, run in zip(attachments, token_runs, strict=True):
-            id = self.video_id if image.times else self.token_id
+            placeholder_id = self.video_id if image.times else self.token_id
             blocks = np.split(run, self._count_token_runs(image))
-            if (token_ids[run] != id).any() or any(b[-1] - b[0] >= len(b) for b in blocks):
+            if (token_ids[run] != placeholder_id).any() or any(
+                b[-1] - b[0] >= len(b) for b in blocks
+            ):
                 raise ValueError(
-                    f"the tokens of an image with a grid of {image.grid} are not all {id}, or "
-                    f"are not contiguous; expected runs of lengths {counts}, one per image."
+                    f"the tokens of an image with a grid of {image.grid} are not all "
+                    f"{placeholder_id}, or are not contiguous; expected runs of lengths {counts}, "
+                    "one per image."
                 )
         return token_runs
 

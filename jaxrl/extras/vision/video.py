@@ -123,8 +123,8 @@ class VideoRules:
         """Return the indices of the frames to sample from `count` frames, `rate` per second."""
         size = self.temporal_patch
         limit = min(self.max_frames, count) // size * size
-        wanted = min(max(count / rate * self.fps, self.min_frames), limit)
-        num_frames = math.floor(wanted / size) * size or min(count, size)
+        target = min(max(count / rate * self.fps, self.min_frames), limit)
+        num_frames = math.floor(target / size) * size or min(count, size)
         indices = np.arange(num_frames) * (count / num_frames)
         return indices.astype(np.float32).astype(int).tolist()  # float32, as in transformers
 
@@ -182,8 +182,8 @@ class Qwen3VideoRules(VideoRules):
     writes_times = True
 
     def _sample_frames(self, count: int, rate: float) -> Sequence[int]:
-        wanted = max(int(count / rate * self.fps), self.min_frames)
-        num_frames = min(wanted, self.max_frames, count)
+        target = max(int(count / rate * self.fps), self.min_frames)
+        num_frames = min(target, self.max_frames, count)
         return np.linspace(0, count - 1, num_frames).round().astype(int).tolist()
 
     def _compute_frame_size(self, height: int, width: int, num_frames: int) -> tuple[int, int]:

@@ -13,8 +13,8 @@ from jaxrl.extras.vision.processor import HFImageProcessor, Image
 from jaxrl.extras.vision.qwen2_vl import Qwen2Vision, Qwen2VLConfig
 from jaxrl.extras.vision.qwen3_5 import Qwen35Vision
 from jaxrl.extras.vision.qwen3_vl import Qwen3Vision, Qwen3VLConfig
+from jaxrl.extras.vision.qwen_vision import QwenVision
 from jaxrl.extras.vision.qwen_vl import QwenVLConfig
-from jaxrl.extras.vision.vision import QwenVision
 from jaxrl.models.hf_weights import load_hf, locate_hf_tensors, save_hf
 from jaxrl.models.layers import LayerScan
 from jaxrl.models.registry import read_architecture, resolve_architecture

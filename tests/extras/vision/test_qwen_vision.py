@@ -16,9 +16,9 @@ from safetensors.numpy import load_file, save_file
 from jaxrl.extras.vision.processor import Image
 from jaxrl.extras.vision.qwen2_vl import Qwen2VLConfig
 from jaxrl.extras.vision.qwen3_vl import Qwen3VLConfig
+from jaxrl.extras.vision.qwen_vision import attend_windows
 from jaxrl.extras.vision.qwen_vl import QwenVLConfig
 from jaxrl.extras.vision.tower import attend_segments
-from jaxrl.extras.vision.vision import attend_windows
 from jaxrl.models.attention.reference import MASK_VALUE, XLA
 from jaxrl.models.hf_weights import load_hf, locate_hf_tensors, save_hf
 from jaxrl.models.layers import LayerScan

@@ -122,7 +122,7 @@ class QwenVision(VisionTower):
         return (np.arange(image.grid[0], dtype=np.float32) * step).astype(np.int32)
 
     def estimate_layer_memory(self) -> MemoryTerms:
-        """Estimate the memory of attention and the gated MLP, neither split across devices."""
+        """Estimate the memory of attention and the gated MLP, as if neither were split."""
         products = 4 * self.width + 2 * self.mlp_width  # all matmuls except the last
         return MemoryTerms(
             activations=4 * self.mlp_width + 22 * self.width,
@@ -135,7 +135,7 @@ class QwenVision(VisionTower):
         )
 
     def count_attention_scores(self, num_patches: int) -> int:
-        """Return the larger number of attention scores: of a full layer or a windowed layer."""
+        """Return the number of attention scores of a full or windowed layer, the larger one."""
         block_scores = min(num_patches, QUERY_BLOCK) * num_patches
         return self.num_heads * max(block_scores, 3 * self.window**2 * num_patches)
 
