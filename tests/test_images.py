@@ -293,7 +293,7 @@ class TestProcessor:
             encoded(drawn(1, 5000)): "absolute aspect ratio must be smaller than 200, got 5000",
         }
         for data, why in cases.items():
-            for use in (processor.num_tokens, processor):
+            for use in (processor.count_tokens, processor):
                 with pytest.raises(UnreadableImageError, match=why):
                     use(Picture(data=data))
 
@@ -306,7 +306,7 @@ class TestProcessor:
         monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
         monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", None)
         data = encoded(drawn(16, 16), kind)
-        for use in (processor.num_tokens, processor, prepare_image):
+        for use in (processor.count_tokens, processor, prepare_image):
             with pytest.raises(UnreadableImageError, match="its format is none of PNG, JPEG"):
                 use(Picture(data=data))
         assert not (tmp_path / "called").exists()
@@ -321,7 +321,7 @@ class TestProcessor:
         assert processor(Picture(data=fitting)).patches.size
         for loader in ("ImageFile.ImageFile", "GifImagePlugin.GifImageFile", "Image.Image"):
             monkeypatch.setattr(f"PIL.{loader}.load", decode)
-        for use in (processor.num_tokens, processor, partial(prepare_image, is_blank=True)):
+        for use in (processor.count_tokens, processor, partial(prepare_image, is_blank=True)):
             with pytest.raises(
                 UnreadableImageError, match="of 77 x 13 pixels; expected at most 1,000"
             ):

@@ -211,7 +211,7 @@ def test_a_portrait_that_is_stored_sideways_is_upright(processor):
 
 def test_frames_of_unequal_size_are_refused(processor):
     frames = (*make_video(2).frames, Picture(data=encoded(drawn(8, 8))))
-    for use in (processor.num_tokens, processor):
+    for use in (processor.count_tokens, processor):
         with pytest.raises(
             UnreadableImageError, match=r"frame 3 of .* 8 x 8 pixels; expected 16 x"
         ):
@@ -231,7 +231,7 @@ def test_a_file_that_is_no_video_is_refused(processor, tmp_path, kind):
         "cut": data[:200],
     }
     file.write_bytes(contents[kind])
-    for use in (processor.num_tokens, processor):
+    for use in (processor.count_tokens, processor):
         with pytest.raises(
             UnreadableImageError,
             match=r"a\.mkv cannot be read as a video: it .* mp4, .*; encode it",
