@@ -68,11 +68,6 @@ MARGIN = 0.1
 
 IGNORE_PLAN_HINT = "--ignore_memory_plan starts anyway, because the plan may be wrong"
 
-RECURRENCE_FACTORS = {"cpu": 1.0, "gpu": 2.1, "tpu": 3.5}
-"""Ratio of the memory of a delta net's backward pass to that of its activations. The recurrence
-uses float32 arrays, which TPUs pad to whole tiles. Compiled programs of Qwen3.5-4B and 9B have
-ratios of 1.5 to 2.0 on H100, and 3.0 and 3.4 on v6e."""
-
 BATCH_BYTES = 40
 """Bytes per token in a mini-batch, which has about ten arrays of four bytes."""
 
@@ -321,8 +316,6 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
     layer = model.estimate_layer_memory(sizes["tensor"])
     saved, num_layers = layer.saved_activations.get(remat, 0), model.num_layers
     inner = tokens * layer.activations * operand_bytes
-    if model.num_recurrent_layers:
-        inner = int(RECURRENCE_FACTORS[target.platform] * inner)
     if model.num_experts:
         experts = model.estimate_expert_memory(sizes["tensor"], sizes["expert"])
         saved += experts.saved_activations.get(remat, 0)
